@@ -31,7 +31,7 @@ def _explain_missing(name: str, path: Any = None, target: Any = None) -> None:
 sys.meta_path.append(SimpleNamespace(find_spec=_explain_missing))  # asked last
 
 
-def homes(package: str) -> dict[str, str]:
+def defining_modules(package: str) -> dict[str, str]:
     """Return the public names of an imported package, and the module of each: its imports ``if TYPE_CHECKING``.
 
     The home of a subpackage is the package above it.
@@ -43,7 +43,7 @@ def homes(package: str) -> dict[str, str]:
     ]
     found = {alias.name: str(node.module) for node in imports for alias in node.names}
     if COLLECTED in found.values():
-        collected = homes(import_module(COLLECTED).__name__)
+        collected = defining_modules(import_module(COLLECTED).__name__)
         found = {
             name: collected[name] if home == COLLECTED else home
             for name, home in found.items()
@@ -60,7 +60,7 @@ def attach(
     package: str,
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use."""
-    home = homes(package)
+    home = defining_modules(package)
     module = sys.modules[package]
 
     def get(name: str) -> Any:

@@ -10,11 +10,13 @@ from helpers import run_command
 
 import cpt_core as cpt
 from book.public_names import reference
-from cpt_core.lazy_imports import FORMER_NAMES, homes, is_top_level
+from cpt_core.lazy_imports import FORMER_NAMES, defining_modules, is_top_level
 
 ROOT = Path(__file__).parents[1]
 HOMES = {
-    name: home for name, home in homes("cpt_core").items() if is_top_level(home)
+    name: home
+    for name, home in defining_modules("cpt_core").items()
+    if is_top_level(home)
 }  # of subpackages
 ROOMS = sorted(HOMES)
 PACKAGES = ["cpt_core", *(f"{HOMES[room]}.{room}" for room in ROOMS)]
@@ -43,9 +45,9 @@ def test_what_stands_at_the_top():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_resolve(package):
     module = import_module(package)
-    assert sorted(module.__all__) == sorted(homes(package)) != []
+    assert sorted(module.__all__) == sorted(defining_modules(package)) != []
     assert set(module.__all__) <= set(dir(module))
-    for name, home in homes(package).items():
+    for name, home in defining_modules(package).items():
         value = getattr(module, name)
         assert value is (
             sys.modules[f"{home}.{name}"]
@@ -64,7 +66,7 @@ def test_no_module_hides_a_public_name(package):
     modules = {
         path.stem for path in Path(import_module(package).__file__).parent.iterdir()
     }
-    assert modules & set(homes(package)) == (
+    assert modules & set(defining_modules(package)) == (
         {name for name, home in HOMES.items() if home == package}
     )
 

@@ -27,7 +27,7 @@ from cpt_core.quantization.op_interception import (
     Interception,
     Operation,
     QuantizedOpsMode,
-    mode_class,
+    interception_mode_class,
 )
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -49,7 +49,7 @@ Report = Callable[[Operation], Callable[[], None] | None]
 
 
 @contextmanager
-def counting(
+def report_operations(
     model: nn.Module,
     report: Report,
     skipped: Collection[str] = (),
@@ -122,7 +122,7 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
         undo.callback(vars(module).update, {HOOK: interception})
 
 
-class CountingMode(mode_class()):  # type: ignore[misc]
+class CountingMode(interception_mode_class()):  # type: ignore[misc]
     """The mode of a model that is not converted: its handlers round nothing."""
 
     root: nn.Module
@@ -199,7 +199,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Any]) -> Any:
+def copy_inputs(value: Any, on_meta: bool, memo: dict[int, Any]) -> Any:
     """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for.
 
     No gradient passes from a copied tensor to the graph of the given one. Other objects are copied as far as they hold
@@ -208,11 +208,11 @@ def copy_of_inputs(value: Any, on_meta: bool, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, Tensor):
-        memo[id(value)] = without_history(value, on_meta).requires_grad_(
+        memo[id(value)] = detached_copy(value, on_meta).requires_grad_(
             value.requires_grad
         )
         return memo[id(value)]
-    copied = partial(copy_of_inputs, on_meta=on_meta, memo=memo)
+    copied = partial(copy_inputs, on_meta=on_meta, memo=memo)
     if isinstance(value, (tuple, list, dict)):
         return _copy_of_container(value, copied)
     if isinstance(
@@ -266,6 +266,6 @@ def _holds_tensors(value: Any, depth: int) -> bool:
     return any(_holds_tensors(part, depth - 1) for part in parts)
 
 
-def without_history(tensor: Tensor, on_meta: bool) -> Tensor:
+def detached_copy(tensor: Tensor, on_meta: bool) -> Tensor:
     """Return a copy of a tensor that no gradient passes."""
     return tensor.detach().to("meta") if on_meta else tensor.detach().clone()

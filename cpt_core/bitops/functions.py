@@ -26,7 +26,7 @@ from cpt_core.quantization.op_interception import (
     COUNTED_FUNCTIONS,
     Operation,
     QuantizedOpsMode,
-    operation_of,
+    describe_operation,
 )
 
 PYRAMID = "FeaturePyramidNetwork"  # of torchvision
@@ -78,10 +78,12 @@ def _norm(
     y: Tensor,
 ) -> Operation:
     layer = (
-        mode.running.stack[-1].interception if weight is None else mode.layer_of(weight)
+        mode.running.stack[-1].interception
+        if weight is None
+        else mode.find_layer(weight)
     )
     scale = x.new_empty(0) if weight is None else weight
-    return operation_of(
+    return describe_operation(
         layer.name, name, per_element * y.numel(), x, scale, y, None, NORM
     )
 
@@ -96,7 +98,7 @@ def interpolate(
             running.interception.name,
             input.new_empty(0),
         )  # it has one operand
-        yield operation_of(
+        yield describe_operation(
             name, "interpolate", y.numel(), input, second, y, None, UPSAMPLING
         )
 
@@ -126,7 +128,7 @@ def recurrence(
     )  # of inputs, of states, of projections
     per_layer = per_direction * call.directions
 
-    layer = mode.layer_of(matrices[0])
+    layer = mode.find_layer(matrices[0])
     has_weight_grad = any(w.requires_grad for w in matrices)
     has_inner_error = x.requires_grad or has_weight_grad
     has_state_grad = any(s.requires_grad for s in call.state)
@@ -191,7 +193,7 @@ def neighbour_sum(
     if precision is not None and "aggregation" not in precision.quantizers:
         precision = None
     macs, once = graph.num_edges * x.shape[1], is_constant(graph, x)
-    yield operation_of(
+    yield describe_operation(
         layer.name,
         AGGREGATION,
         macs,

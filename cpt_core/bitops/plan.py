@@ -31,7 +31,7 @@ from torch import nn
 
 from cpt_core import extensions
 from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
-from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
+from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import meta_copy, preserve_state
 from cpt_core.bitops.tally import (
     IN_FLOAT32,
@@ -239,10 +239,10 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
     # a closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back
     with (
         preserve_state(model, inputs),
-        counting(model, report),
-        counting(shadow, report),
+        report_operations(model, report),
+        report_operations(shadow, report),
     ):
-        outputs = list(tensors_in(shadow(*copy_of_inputs(inputs, on_meta, {}))))
+        outputs = list(tensors_in(shadow(*copy_inputs(inputs, on_meta, {}))))
         num_forward = len(operations)
         with suppress(
             Exception

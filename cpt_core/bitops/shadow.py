@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cpt_core import extensions
-from cpt_core.bitops.counting import tensors_in, without_history
+from cpt_core.bitops.counting import detached_copy, tensors_in
 from cpt_core.quantization.convert import precision_of
 
 
@@ -33,7 +33,7 @@ def meta_copy(model: nn.Module, on_meta: bool) -> nn.Module:
         for t in tensors_in(value)
         if t.grad_fn
     ]
-    memo: dict[int, Any] = {id(t): without_history(t, on_meta) for t in cached}
+    memo: dict[int, Any] = {id(t): detached_copy(t, on_meta) for t in cached}
     try:
         shadow = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as problem:

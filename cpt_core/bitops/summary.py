@@ -25,7 +25,7 @@ from cpt_core import extensions
 from cpt_core.bitops.conventions import is_matmul, row_name
 from cpt_core.bitops.plan import count_step
 from cpt_core.bitops.tally import ForwardMacs, describe_float32
-from cpt_core.quantization.convert import float32_reason, parts_of_layers, precision_of
+from cpt_core.quantization.convert import float32_reason, layer_parts, precision_of
 from cpt_core.validation import check_types
 
 
@@ -109,14 +109,14 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
     """
     check_types(summary, {"model": model})
     shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
-    modules, parts = dict(model.named_modules()), parts_of_layers(model)
+    modules, parts = dict(model.named_modules()), layer_parts(model)
     late = extensions.load_optional("added_modules")
     added = {} if late is None else late.added_modules(model)
     rows = []
     in_force: Counter[str] = Counter()
     for name, module in modules.items():
         precision = precision_of(module)
-        is_listed = precision is not None and precision.listed
+        is_listed = precision is not None and precision.is_listed
         own = [p for p in module._parameters.values() if p is not None]
         if precision is not None and is_listed:
             in_force[precision.extra_repr()] += 1
@@ -157,7 +157,7 @@ def _describe_layer(
     precision = precision_of(layer)
     if precision is None:
         return float32_reason(layer), {}
-    if not (precision.listed or share):
+    if not (precision.is_listed or share):
         return "no matmul or convolution has run in it", {}
     if precision.execution == "simulated":
         return "", {}

@@ -15,23 +15,23 @@ from torch import Tensor
 Edges = tuple[Tensor, Tensor]  # (D + 1,) offsets and (E,) sources, see ``Graph``
 
 
-def transposed(indptr: Tensor, indices: Tensor, num_src: int) -> Edges:
+def transpose_edges(indptr: Tensor, indices: Tensor, num_src: int) -> Edges:
     """Return the same edges the other way round, of the same type."""
     rows = torch.arange(len(indptr) - 1, device=indices.device, dtype=indices.dtype)
-    back, order = grouped(indices, num_src)
+    back, order = group_edges(indices, num_src)
     return back.to(indices.dtype), rows.repeat_interleave(
         indptr.diff(), output_size=len(indices)
     )[order]
 
 
-def grouped(nodes: Tensor, count: int) -> Edges:
+def group_edges(nodes: Tensor, count: int) -> Edges:
     """Return (count + 1,) offsets and the order that groups edges by a node."""
     indptr = torch.zeros(count + 1, dtype=torch.int64, device=nodes.device)
-    torch.cumsum(counts(nodes, count), 0, out=indptr[1:])
+    torch.cumsum(count_nodes(nodes, count), 0, out=indptr[1:])
     return indptr, torch.argsort(nodes, stable=True)
 
 
-def counts(nodes: Tensor, count: int) -> Tensor:
+def count_nodes(nodes: Tensor, count: int) -> Tensor:
     """Return how often each of the nodes 0..count - 1 occurs, (count,) int64."""
     return torch.zeros(count, dtype=torch.int64, device=nodes.device).index_add_(
         0,

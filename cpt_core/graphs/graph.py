@@ -109,7 +109,7 @@ class Graph:
             )
         _check_nodes(source, num_nodes)
         _check_nodes(destination, num_nodes)
-        indptr, order = csr.grouped(destination, num_nodes)
+        indptr, order = csr.group_edges(destination, num_nodes)
         kind = torch.int32 if max(num_nodes, len(source)) < 2**31 else torch.int64
         return cls._unchecked(indptr.to(kind), source[order].to(kind), num_nodes)
 
@@ -158,7 +158,7 @@ class Graph:
     def out_degrees(self) -> Tensor:
         """Edges out of every source, (S,) float32."""
         return self.derive(
-            "out_degrees", lambda: csr.counts(self.indices, self.num_src).float()
+            "out_degrees", lambda: csr.count_nodes(self.indices, self.num_src).float()
         )
 
     @property
@@ -167,7 +167,8 @@ class Graph:
 
         def transpose() -> Graph:
             return Graph._unchecked(
-                *csr.transposed(self.indptr, self.indices, self.num_src), self.num_dst
+                *csr.transpose_edges(self.indptr, self.indices, self.num_src),
+                self.num_dst,
             )
 
         return self.derive("transposed", transpose)

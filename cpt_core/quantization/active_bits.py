@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cpt_core.quantization.roles import Quantizer, level_role, weight_gradient_role
+from cpt_core.quantization.roles import Quantizer, level_field, weight_gradient_role
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import RoleLevels
@@ -48,12 +48,18 @@ class ActiveBits:
         self.activation, self.weight, *gradients = (f is not None for f in formats)
         self.gradient = any(gradients)
         self.splits_gradient = formats.error != formats.weight_gradient
-        self.active = self.activation or self.weight or self.gradient
+        self.has_quantized_roles = self.activation or self.weight or self.gradient
         pairs = zip(levels or ALL_FLOAT32, formats, strict=True)
         grids = [level if format is None else format for level, format in pairs]
         self.steps = [
             num_steps(bits) if isinstance(bits, int) else None for bits in grids
         ]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore pickled attributes, also those of release 0.3.0."""
+        if "active" in state:
+            state["has_quantized_roles"] = state.pop("active")
+        vars(self).update(state)
 
     def __deepcopy__(self, memo: Any) -> ActiveBits:
         """Return itself: copies share it."""
@@ -121,6 +127,6 @@ def active_bits(levels: RoleLevels | None, roles: Roles) -> ActiveBits:
         quantizers |= {
             weight_gradient_role(role): q
             for role, q in roles
-            if level_role(role) == "error"
+            if level_field(role) == "error"
         }
     return ActiveBits(levels, formats, quantizers)

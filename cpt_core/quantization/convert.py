@@ -26,11 +26,11 @@ from cpt_core.quantization.op_interception import (
     HOOK,
     Interception,
     enter_module,
+    interception_mode_class,
     leave_module,
-    mode_class,
 )
 from cpt_core.quantization.precision import EXECUTIONS, RUNNING_STARTS, LayerPrecision
-from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, quantizer_of
+from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, find_quantizer
 from cpt_core.validation import check_choice, check_int, check_types
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
@@ -87,7 +87,7 @@ class QuantConfig:
                 f"quantizers: missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}"
             )
         for quantizer in self.quantizers.values():
-            quantizer_of(quantizer)
+            find_quantizer(quantizer)
         if self.ladder is not None:
             object.__setattr__(
                 self, "ladder", extensions.load("formats").ladders_of(self.ladder)
@@ -172,7 +172,7 @@ def quantize_(
         raise ValueError("the model is converted already; call restore_(model) first")
     hosts = extensions.services("hosts")
     hosts.load_libraries(model)
-    parts = parts_of_layers(model)
+    parts = layer_parts(model)
     excluded = _excluded(model, config.float32, parts)
     chosen = {}
     for name, module in model.named_modules():
@@ -198,20 +198,20 @@ def quantize_(
     return model
 
 
-class ModelMode(mode_class()):  # type: ignore[misc]
+class ModelMode(interception_mode_class()):  # type: ignore[misc]
     """The mode of a converted model. It lives here so that a stored model imports, and registers, all handlers.
 
     Attributes:
         float32: patterns of the modules that were left out, see ``QuantConfig``.
         filter_fn: that was given to ``quantize_``; None in copies.
-        given_warnings: what the model has been warned of already; its layers share it.
+        issued_warnings: what the model has been warned of already; its layers share it.
     """
 
     def __init__(self, float32: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.float32 = float32
         self.filter_fn: Callable[[nn.Module, str], bool] | None = None
-        self.given_warnings: set[str] = set()
+        self.issued_warnings: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return a new mode for copies and pickles."""
@@ -248,7 +248,7 @@ def _convert(
                 graph_layer.replace_forward(module)
             precision = _add_precision(module, kind, config, keys[name] << 20)
             precision.name = name
-            precision.given_warnings = mode.given_warnings
+            precision.issued_warnings = mode.issued_warnings
         if name in chosen or _may_multiply(module):
             is_paper_attention = (
                 config.attention == "paper" and op_handlers.is_paper_attention(module)
@@ -295,11 +295,11 @@ def _add_precision(
         )
     precision.has_weights = isinstance(module, LAYERS_OF_TORCH) or kind == "graph"
     precision.train(module.training)
-    attach(module, precision)
+    attach_precision(module, precision)
     return precision
 
 
-def attach(module: nn.Module, precision: LayerPrecision) -> None:
+def attach_precision(module: nn.Module, precision: LayerPrecision) -> None:
     """Let a module have a precision: as a child where it holds weights."""
     if holds_weights(module):
         module.precision = precision
@@ -313,7 +313,7 @@ def _roles(
     """Return the quantisers of a layer: those of its kind without prefix; of other operations with a zero point.
 
     Other operations have no running ranges, but one per vector: of a convolution, per position. An exception is the
-    input of a weight that a module computes, see ``op_handlers.roles_of``.
+    input of a weight that a module computes, see ``op_handlers.weight_op_roles``.
     """
     own = f"{kind}_"
     roles = {
@@ -407,7 +407,7 @@ def has_own_forward(module: nn.Module) -> bool:
     )
 
 
-def parts_of_layers(model: nn.Module) -> dict[str, str]:
+def layer_parts(model: nn.Module) -> dict[str, str]:
     """Return modules -> the layer they are part of: of graph convolutions, lists of parameters, parametrisations."""
     parts: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -559,7 +559,7 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
 
     Modules without weights are among them once they have multiplied.
     """
-    return {name: p for name, p in all_precisions(model).items() if p.listed}
+    return {name: p for name, p in all_precisions(model).items() if p.is_listed}
 
 
 def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:

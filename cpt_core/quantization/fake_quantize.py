@@ -37,7 +37,7 @@ def check_floating(x: Tensor) -> None:
         )
 
 
-def counts_in_backward() -> bool:
+def advances_key_in_backward() -> bool:
     """Return whether a backward pass takes its noise from the key as it finds it, and advances it.
 
     Else it has the key that its forward pass took: before torch 2.12, compiled code must not change what a backward
@@ -53,7 +53,7 @@ def round_gradient(
     if gradient.numel() == 0:
         return gradient
     rounded = operators.fake_quantize(gradient, steps, grid, key)[0]
-    if key is not None and counts_in_backward():
+    if key is not None and advances_key_in_backward():
         key.add_(1)
     return rounded
 
@@ -64,7 +64,7 @@ def fill_steps(steps: Tensor, value: float) -> None:
     steps.filled = value  # type: ignore[attr-defined]
 
 
-def filled_steps(steps: Tensor | None) -> float | None:
+def recorded_steps(steps: Tensor | None) -> float | None:
     """Return the noted number of steps, without waiting for a device; None in compiled code, which reads the tensor."""
     return None if torch.compiler.is_compiling() else getattr(steps, "filled", None)
 
@@ -74,9 +74,9 @@ def forward_steps(steps: Tensor, value: float | None) -> Tensor:
 
     Args:
         steps: filled in place since, where the bits have changed; code that is compiled or captured reads it itself.
-        value: ``filled_steps(steps)`` in the forward pass.
+        value: ``recorded_steps(steps)`` in the forward pass.
     """
-    if value is None or value == filled_steps(steps):
+    if value is None or value == recorded_steps(steps):
         return steps
     return torch.full_like(steps, value)
 
@@ -93,7 +93,7 @@ class _QuantizeGradient(torch.autograd.Function):
         ctx: Any, y: Tensor, steps: Tensor, grid: str, key: Tensor | None
     ) -> Tensor:
         ctx.steps, ctx.grid, ctx.key = steps, grid, key
-        ctx.filled = filled_steps(steps)
+        ctx.filled = recorded_steps(steps)
         if (
             torch.compiler.is_compiling()
         ):  # for a view of ``y.detach()``, compiled code would take away gradients

@@ -67,7 +67,7 @@ class RecurrentCall(NamedTuple):
         """Directions of every layer."""
         return 2 if self.is_bidirectional else 1
 
-    def weights_of(self, index: int) -> list[Any]:
+    def direction_weights(self, index: int) -> list[Any]:
         """Return weights of input and hidden state, their biases, and the projection, of a direction of a layer."""
         count = len(self.weights) // (self.num_layers * self.directions)
         weights = self.weights[index * count : (index + 1) * count]
@@ -141,7 +141,9 @@ def run_layers(
         if call.dropout and layer > 0:
             x = functional.dropout(x, call.dropout, call.training)
         h, c = (tensor[layer] for tensor in call.state)
-        x, *end = run_layer(precision, f"l{layer}", call.weights_of(layer), x, h, c)
+        x, *end = run_layer(
+            precision, f"l{layer}", call.direction_weights(layer), x, h, c
+        )
         ends.append(end)
     last_h, last_c = (torch.stack(tensors) for tensors in zip(*ends, strict=True))
     return x.transpose(0, 1) if call.is_batch_first else x, last_h, last_c

@@ -69,8 +69,8 @@ def linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
-    layer = mode.layer_of(weight)
-    roles = roles_of(mode, layer, "linear", weight)
+    layer = mode.find_layer(weight)
+    roles = weight_op_roles(mode, layer, "linear", weight)
     if input.shape[-1] == 1 and layer.kind != "linear" and roles[0] != "masked_input":
         layer = in_full_precision(layer)
 
@@ -91,7 +91,7 @@ def input_role(layer: Interception, kind: str) -> str:
     return "conv_input" if kind == "conv" else "attention_query"
 
 
-def roles_of(
+def weight_op_roles(
     mode: QuantizedOpsMode, layer: Interception, kind: str, weight: Tensor
 ) -> tuple[str, str]:
     """Return the roles of input and weight of a linear operation or convolution.
@@ -159,8 +159,8 @@ def run_convolution(
     runs in float32.
     """
     input, weight, bias = operands
-    layer = mode.layer_of(weight)
-    roles = roles_of(mode, layer, "conv", weight)
+    layer = mode.find_layer(weight)
+    roles = weight_op_roles(mode, layer, "conv", weight)
     has_running_range = layer.kind == "conv" or roles[0] == "masked_input"
     is_unbatched = input.dim() < weight.dim()
     batch = input.unsqueeze(0) if is_unbatched else input
@@ -233,9 +233,9 @@ def run_matmul(
     module = mode.running.stack[-1]
     layer = module.interception
     if is_second_weight:
-        layer = mode.layer_of(b)
+        layer = mode.find_layer(b)
     elif is_first_weight:
-        layer = mode.layer_of(a)
+        layer = mode.find_layer(a)
     is_scaling = a.shape[-1:] == (1,) and tuple(a.shape[-2:]) not in (
         *module.probabilities,
         *module.scores,

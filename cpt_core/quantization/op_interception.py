@@ -88,7 +88,7 @@ class Interception(NamedTuple):
     )
 
 
-def operation_of(
+def describe_operation(
     layer: str,
     function: str,
     macs: int,
@@ -215,7 +215,7 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def check_not_nested(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Raise ValueError for nested operands of a layer that quantises: they would be multiplied in float32."""
-        operands = tensors_of(args, kwargs)
+        operands = tensor_arguments(args, kwargs)
         if not any(x.is_nested for x in operands):
             return
         top = self.running.stack[-1].interception
@@ -270,12 +270,12 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Return whether a function is neither reported nor quantised, by layers of its weights or the running one."""
         top = self.running.stack[-1].interception
         if self.on_operation is not None or (
-            top.precision is not None and top.precision.active_bits.active
+            top.precision is not None and top.precision.active_bits.has_quantized_roles
         ):
             return False
         owners = [
             owner
-            for x in tensors_of(args, kwargs)
+            for x in tensor_arguments(args, kwargs)
             if (owner := self.find_owner(x)) is not None
         ]
         return not any(
@@ -289,7 +289,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Return whether a tensor is a parameter, or a view of one."""
         return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
-    def layer_of(self, weight: Tensor) -> Interception:
+    def find_layer(self, weight: Tensor) -> Interception:
         """Return the layer that holds a weight; the innermost running one where none is known to hold it."""
         top = self.running.stack[-1]
         if top.module._parameters.get("weight") is weight:
@@ -319,7 +319,7 @@ class QuantizedOpsMode(TorchFunctionMode):
 
     def find_owners(self) -> list[tuple[Tensor, Interception]]:
         """Return the parameters of the model, each with its layer."""
-        return held_tensors(self.running.stack[0].module)
+        return parameters_with_layers(self.running.stack[0].module)
 
     # --- the one place where operations are quantised ---------------------------------------------------------------
 
@@ -353,8 +353,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         if precision is None or not self.is_active(precision):
             output = compute(*operands)
         else:
-            if precision.zeros_unknown:
-                precision.look_for_zeros(roles[1], operands[1])
+            if precision.zeros_unchecked:
+                precision.warn_of_exact_zeros(roles[1], operands[1])
             executor = EXECUTORS.get((precision.execution, name))
             found = (
                 None
@@ -370,7 +370,9 @@ class QuantizedOpsMode(TorchFunctionMode):
             first, second, _ = operands
             work = macs(first, second, output)
             self.on_operation(
-                operation_of(layer.name, name, work, first, second, output, precision),
+                describe_operation(
+                    layer.name, name, work, first, second, output, precision
+                ),
                 output,
             )
         return output
@@ -378,19 +380,19 @@ class QuantizedOpsMode(TorchFunctionMode):
     def is_active(self, precision: LayerPrecision) -> bool:
         """Return whether a layer quantises now; RuntimeError as long as it has no bits."""
         precision.require_bits()
-        return precision.active_bits.active
+        return precision.active_bits.has_quantized_roles
 
 
 def is_quantizable(args: Any, kwargs: Any) -> bool:
     """Return whether all operands are dense real tensors, and the first one floating."""
-    tensors = tensors_of(args, kwargs)
+    tensors = tensor_arguments(args, kwargs)
     for x in tensors:
         if x.layout is not torch.strided or x.is_complex() or x.is_nested:
             return False
     return bool(tensors) and tensors[0].is_floating_point()
 
 
-def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+def tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among arguments, and in lists and tuples of them."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -401,13 +403,13 @@ def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
     return tensors
 
 
-def mode_class() -> type[QuantizedOpsMode]:
+def interception_mode_class() -> type[QuantizedOpsMode]:
     """Return the class of modes of models; that of ``cpt_extras`` serves models that run in unusual ways."""
     unusual = extensions.load_optional("guarded_mode")
     return QuantizedOpsMode if unusual is None else unusual.GuardedMode
 
 
-def held_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
+def parameters_with_layers(root: nn.Module) -> list[tuple[Tensor, Interception]]:
     """Return what all modules below one hold as parameters, each with its layer; converted layers come first."""
     converted: list[tuple[Tensor, Interception]] = []
     others: list[tuple[Tensor, Interception]] = []

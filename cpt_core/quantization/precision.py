@@ -12,8 +12,8 @@ from torch import Tensor, distributed, nn
 from cpt_core import extensions
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, ActiveBits, AffineGrids
-from cpt_core.quantization.fake_quantize import check_floating, counts_in_backward
-from cpt_core.quantization.roles import Quantizer, level_role
+from cpt_core.quantization.fake_quantize import advances_key_in_backward, check_floating
+from cpt_core.quantization.roles import Quantizer, level_field
 from cpt_core.quantization.rounding import Range
 from cpt_core.schedules.schedule import RoleLevels
 from cpt_core.validation import check_bits
@@ -26,7 +26,21 @@ HALF = (
 )  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 
 # attribute of a layer in a whole-model pickle of release 0.3.0 -> its name today
-FORMER_ATTRIBUTES = {"now": "active_bits", "driver": "owning_scheduler"}
+FORMER_ATTRIBUTES = {
+    "now": "active_bits",
+    "driver": "owning_scheduler",
+    "levels": "num_steps",
+    "weight_levels": "weight_num_steps",
+    "grad_levels": "grad_num_steps",
+    "weight_grad_levels": "weight_grad_num_steps",
+    "corrected": "has_bias_correction",
+    "called": "has_run",
+    "unseen": "awaits_first_gradient",
+    "fixed": "is_fixed",
+    "given_warnings": "issued_warnings",
+    "zeros_unknown": "zeros_unchecked",
+    "ranges_unknown": "ranges_unchecked",
+}
 
 
 class LayerPrecision(nn.Module):
@@ -63,19 +77,19 @@ class LayerPrecision(nn.Module):
     grids: AffineGrids = AFFINE_GRIDS  # what a level is; number formats put theirs here
     highest: RoleLevels | None = None  # of the schedule that drives the layer
     owning_scheduler: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
-    fixed = False  # inside a ``precision`` block, where schedulers wait
+    is_fixed = False  # inside a ``precision`` block, where schedulers wait
     recomputes = (
         False  # in the backward pass, in the state that it had in the forward pass
     )
-    called = False  # whether the layer has multiplied
-    ranges_unknown = True  # nobody has looked whether running ranges are filled, since the mode last changed
+    has_run = False  # whether the layer has multiplied
+    ranges_unchecked = True  # nobody has looked whether running ranges are filled, since the mode last changed
     has_loaded = False  # weights came from a state_dict after the model was converted
-    given_warnings: set[str] | None = (
+    issued_warnings: set[str] | None = (
         None  # shared by the layers of a model; None where nothing is to be said
     )
-    zeros_unknown = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
-    unseen = True  # no gradient of a training has come yet
-    num_changes = 0  # of the bits of all layers: what is cached of many layers is valid as long as it stays
+    zeros_unchecked = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
+    awaits_first_gradient = True  # no gradient of a training has come yet
+    num_bit_changes = 0  # of the bits of all layers: what is cached of many layers is valid as long as it stays
     has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
     int8_operands = int8_gradient = (
         False  # whether they fit at the active bits, see ``int8.execution``
@@ -91,18 +105,25 @@ class LayerPrecision(nn.Module):
     ) -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__()
-        self.corrected, self.key, self.kind = running_start == "corrected", key, kind
+        self.has_bias_correction, self.key, self.kind = (
+            running_start == "corrected",
+            key,
+            kind,
+        )
         self._roles = tuple(quantizers.items())
         self._running = tuple(
             f"running_{role}" for role, quantizer in self._roles if quantizer.running
         )
-        self._forget_training()
+        self._reset_training_state()
         self._weight_roles = frozenset(
-            role for role in quantizers if level_role(role) == "weight"
+            role for role in quantizers if level_field(role) == "weight"
         )
-        self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = (
-            _zeros("cpu")
-        )
+        (
+            self.num_steps,
+            self.weight_num_steps,
+            self.grad_num_steps,
+            self.weight_grad_num_steps,
+        ) = _zeros("cpu")
         self.active_bits: ActiveBits = self.grids.resolve(None, self._roles)
 
     # --- what is in force ---------------------------------------------------------------------------------------------
@@ -115,17 +136,17 @@ class LayerPrecision(nn.Module):
     @active_levels.setter
     def active_levels(self, value: RoleLevels | None) -> None:
         self.active_bits = self.grids.resolve(value, self._roles)
-        LayerPrecision.num_changes += 1
+        LayerPrecision.num_bit_changes += 1
         if self.execution != "simulated":
             extensions.load("int8").note_active_bits(self)
         self._fill()
 
     def _fill(self) -> None:
         tensors = (
-            self.levels,
-            self.weight_levels,
-            self.grad_levels,
-            self.weight_grad_levels,
+            self.num_steps,
+            self.weight_num_steps,
+            self.grad_num_steps,
+            self.weight_grad_num_steps,
         )
         for tensor, steps in zip(tensors, self.active_bits.steps, strict=True):
             if steps is not None:
@@ -154,7 +175,7 @@ class LayerPrecision(nn.Module):
         """Set the level of every role, 1..32 or None for float32; ValueError for what a layer cannot take."""
         if self.recomputes and driver is not None:
             return
-        self._keep_apart()
+        self._sync_key_offset()
         if levels != self.active_levels:
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
             checked = [
@@ -173,8 +194,8 @@ class LayerPrecision(nn.Module):
         if self.recomputes:
             return self
         super().train(mode)
-        self.zeros_unknown = self.ranges_unknown = True
-        if not mode and self.corrected:
+        self.zeros_unchecked = self.ranges_unchecked = True
+        if not mode and self.has_bias_correction:
             self.calibrated = all(
                 not running.is_meta and float(running[2]) > 0
                 for running in self.ranges().values()
@@ -191,14 +212,14 @@ class LayerPrecision(nn.Module):
         if active.splits_gradient:
             extensions.load("split_gradients").check(self.kind, active.formats, where)
 
-    def levels_for(self, role: str) -> Tensor:
+    def num_steps_for(self, role: str) -> Tensor:
         """Return the number of steps of the affine grid of an operand's role."""
-        return self.weight_levels if role in self._weight_roles else self.levels
+        return self.weight_num_steps if role in self._weight_roles else self.num_steps
 
     @property
-    def listed(self) -> bool:
+    def is_listed(self) -> bool:
         """Whether the layer multiplies, as far as is known."""
-        return self.has_weights or self.called
+        return self.has_weights or self.has_run
 
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision, and in ``torch.func``; every layer asks first."""
@@ -218,20 +239,20 @@ class LayerPrecision(nn.Module):
         if (
             torch.compiler.is_compiling()
         ):  # asked first: compiled code is not guarded on the others
-            self.called = True
+            self.has_run = True
             return
-        if not self.called:
-            self.called = True
+        if not self.has_run:
+            self.has_run = True
         if (
             torch._C._functorch.peek_interpreter_stack() is not None
-            and self.active_bits.active
+            and self.active_bits.has_quantized_roles
         ):
             raise RuntimeError(
                 "torch.func (grad, jvp, vmap) cannot transform quantised layers: take loss.backward() or "
                 "torch.autograd.grad; torch.func.functional_call works"
             )
 
-    def own_role(self, role: str) -> str:
+    def layer_role(self, role: str) -> str:
         """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
         own = role.removeprefix(f"{self.kind}_")
         return own if own in self.active_bits.quantizers else role
@@ -248,11 +269,11 @@ class LayerPrecision(nn.Module):
         first, second, bias = operands
         rounded_bias = None if bias is None else self.round_operand("bias", bias, None)
         if roles[0] is not None:
-            first = self.round_operand(self.own_role(roles[0]), first, along[0])
+            first = self.round_operand(self.layer_role(roles[0]), first, along[0])
         if roles[1] is not None:
-            second = self.round_operand(self.own_role(roles[1]), second, along[1])
+            second = self.round_operand(self.layer_role(roles[1]), second, along[1])
         return self.matmul_with_quantized_grad(
-            compute, first, second, rounded_bias, role=self.own_role(gradient)
+            compute, first, second, rounded_bias, role=self.layer_role(gradient)
         )
 
     def quantize_operand(
@@ -261,24 +282,24 @@ class LayerPrecision(nn.Module):
         """Return an operand, quantised with the straight-through estimator; ``along``: see ``QuantizedOpsMode.run``."""
         self.require_bits()
         check_floating(x)
-        if self.zeros_unknown:
-            self.look_for_zeros(role, x)
+        if self.zeros_unchecked:
+            self.warn_of_exact_zeros(role, x)
         return self.round_operand(role, x, along)
 
-    def look_for_zeros(self, role: str | None, x: Tensor) -> None:
+    def warn_of_exact_zeros(self, role: str | None, x: Tensor) -> None:
         """Warn once of a weight with exact zeros that its grid does not have."""
         if (
             role is not None
-            and self.own_role(role) == "weight"
+            and self.layer_role(role) == "weight"
             and not torch.compiler.is_compiling()
         ):
-            self.zeros_unknown = False
+            self.zeros_unchecked = False
             if not self.quantizers["weight"].zero_point:
                 extensions.services("exact_zeros").warn_of_exact_zeros(self, x)
 
     def round_operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
         """Return an operand, rounded; of a layer that has bits."""
-        if x.dtype in HALF and self.active_bits.active:
+        if x.dtype in HALF and self.active_bits.has_quantized_roles:
             x = x.float()
         is_quantized = (
             self.active_bits.weight
@@ -291,13 +312,13 @@ class LayerPrecision(nn.Module):
         return self.grids.apply(self, role, x, along, self._rounded)
 
     def _rounded(self, role: str, x: Tensor) -> Tensor:
-        quantizer, levels = self.active_bits.quantizers[role], self.levels_for(role)
+        quantizer, levels = self.active_bits.quantizers[role], self.num_steps_for(role)
         if quantizer.running and not self.training:
             low, width = self.eval_range(role, x)
             return fake_quantize.operators.round_in_range(
                 x, low, width, levels, quantizer.grid, clip=True
             )
-        if self.observed:
+        if self.is_observed:
             self.observe(role, x)
         y, low, width = fake_quantize.operators.fake_quantize(x, levels, quantizer.grid)
         if quantizer.running:
@@ -322,26 +343,26 @@ class LayerPrecision(nn.Module):
         quantizer = self.active_bits.quantizers[role]
         key = self.next_noise_key() if quantizer.rounding == "stochastic" else None
         y = fake_quantize.operators.quantize_gradient(
-            y, self.grad_levels, quantizer.grid, key
+            y, self.grad_num_steps, quantizer.grid, key
         )
-        if self.observed:  # when the gradient comes, and is not yet rounded
+        if self.is_observed:  # when the gradient comes, and is not yet rounded
             y.register_hook(partial(self.observe, role))
         if (
             not torch.compiler.is_compiling()
-            and self.unseen
+            and self.awaits_first_gradient
             and self.training
-            and not self.fixed
+            and not self.is_fixed
         ):
             y.register_hook(self._check_first)
         return y
 
     def _check_first(self, gradient: Tensor) -> None:
         """Tensor hook of the first gradient of a training."""
-        self.unseen = False
+        self.awaits_first_gradient = False
         extensions.services("small_gradients").warn_of_small_gradient(self, gradient)
 
     @property
-    def observed(self) -> bool:
+    def is_observed(self) -> bool:
         """Whether someone looks at what is rounded now; in this order: compiled code is not guarded on it."""
         return (
             not torch.compiler.is_compiling()
@@ -355,9 +376,9 @@ class LayerPrecision(nn.Module):
             self.observer(role, x, rows)
 
     def next_noise_key(self, count: int = 1) -> Tensor:
-        """Return the key of the noise of the next ``count`` gradients, see ``counts_in_backward``."""
+        """Return the key of the noise of the next ``count`` gradients, see ``advances_key_in_backward``."""
         key = self.noise_key
-        if not counts_in_backward():
+        if not advances_key_in_backward():
             self.noise_key = key + count
         return key
 
@@ -371,7 +392,7 @@ class LayerPrecision(nn.Module):
         low, width, weight = self.stored_range(role)
         if self.calibrated:
             return low, width
-        self.look_for_empty_range(role, weight)
+        self.warn_of_empty_range(role, weight)
         own_low, own_width = fake_quantize.operators.range(
             x.detach(), self.quantizers[role].grid
         )
@@ -388,14 +409,14 @@ class LayerPrecision(nn.Module):
         running: Tensor = getattr(self, f"running_{role}")
         return running
 
-    def look_for_empty_range(self, role: str, weight: Tensor) -> None:
+    def warn_of_empty_range(self, role: str, weight: Tensor) -> None:
         """Warn once per model of evaluation on running ranges that have gathered no weight."""
         if (
             not torch.compiler.is_compiling()
-            and self.ranges_unknown
-            and self.given_warnings is not None
+            and self.ranges_unchecked
+            and self.issued_warnings is not None
         ):
-            self.ranges_unknown = False
+            self.ranges_unchecked = False
             extensions.services("empty_ranges").warn_of_empty_range(self, role, weight)
 
     def stored_range(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -403,7 +424,7 @@ class LayerPrecision(nn.Module):
         minimum, width, weight = self.range_tensor(role).unbind()
         return (
             (minimum / weight, width / weight, weight)
-            if self.corrected
+            if self.has_bias_correction
             else (minimum, width, weight)
         )
 
@@ -426,14 +447,14 @@ class LayerPrecision(nn.Module):
         self.has_loaded = False
         if "noise_key" in state:
             self._offset = 0
-            self._keep_apart()
+            self._sync_key_offset()
         self.train(self.training)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.has_loaded = True
 
-    def _keep_apart(self) -> None:
+    def _sync_key_offset(self) -> None:
         """Let the key be that of this process, also when a group of processes has been made since the layer was."""
         offset = 0
         if distributed.is_available() and distributed.is_initialized():
@@ -442,25 +463,25 @@ class LayerPrecision(nn.Module):
             self.noise_key.add_(offset - self._offset)
             self._offset = offset
 
-    def _forget_training(self) -> None:
+    def _reset_training_state(self) -> None:
         self.noise_key, self._offset = (
             torch.tensor(self.key, dtype=torch.int64, device="cpu"),
             0,
         )
         for name in self._running:
             setattr(self, name, torch.zeros(3, dtype=torch.float32, device="cpu"))
-        self.calibrated = not self.corrected
+        self.calibrated = not self.has_bias_correction
 
     # --- where it is, and copies of it --------------------------------------------------------------------------------
 
     def follow(self, x: Tensor) -> None:
         """Be where ``x`` is, also when something other than ``to`` moved the model there, such as FSDP."""
-        if self.levels.device != x.device and not x.is_meta:
+        if self.num_steps.device != x.device and not x.is_meta:
             self._move(x.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # follow the model to another device but stay in float32 when it is cast to half precision
-        self._move(fn(self.levels.new_empty(0)).device)
+        self._move(fn(self.num_steps.new_empty(0)).device)
         return self
 
     @torch.inference_mode(
@@ -470,16 +491,16 @@ class LayerPrecision(nn.Module):
         if (
             self.noise_key.is_meta
         ):  # there are no numbers on meta, and to_empty brings none
-            self._forget_training()
+            self._reset_training_state()
         self.noise_key = self.noise_key.to(device)
         for name, running in self.ranges().items():
             setattr(self, name, running.to(device))
-        if device != self.levels.device:
+        if device != self.num_steps.device:
             (
-                self.levels,
-                self.weight_levels,
-                self.grad_levels,
-                self.weight_grad_levels,
+                self.num_steps,
+                self.weight_num_steps,
+                self.grad_num_steps,
+                self.weight_grad_num_steps,
             ) = _zeros(device)
             self._fill()
 
@@ -488,7 +509,7 @@ class LayerPrecision(nn.Module):
         return {
             **vars(self),
             "owning_scheduler": self.owning_scheduler is not None,
-            "fixed": False,
+            "is_fixed": False,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -524,9 +545,9 @@ class LayerPrecision(nn.Module):
         if not self.active_bits.is_set:
             return f"bits=not set, execution={self.execution}"
         execution = self.execution
-        if execution != "simulated" and self.active_bits.active:
+        if execution != "simulated" and self.active_bits.has_quantized_roles:
             execution = extensions.load("int8").describe_execution(self)
-        kernels = fake_quantize.operators.name_on(self.levels.device)
+        kernels = fake_quantize.operators.name_on(self.num_steps.device)
         return f"{self.grids.describe(self.active_bits)}, execution={execution}, kernels={kernels}"
 
 
@@ -552,7 +573,7 @@ def in_float32(
     between 10 and 11. The result is rounded to what the plain layer would return; the gradient is quantised before it
     is rounded, too.
     """
-    if precision is None or not precision.active_bits.active:
+    if precision is None or not precision.active_bits.has_quantized_roles:
         return compute(*inputs)
     kind, half = x.device.type, x.dtype if x.dtype in HALF else None
     if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):

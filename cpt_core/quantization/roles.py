@@ -94,7 +94,7 @@ QUANTIZERS: dict[str, Quantizer] = {
 }
 
 
-def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
+def find_quantizer(quantizer: Quantizer | str) -> Quantizer:
     """Return a quantiser given by value or by role; ValueError names the roles."""
     if isinstance(quantizer, Quantizer):
         if type(quantizer) is not Quantizer:
@@ -105,7 +105,7 @@ def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
     return QUANTIZERS[check_choice("quantizer", quantizer, QUANTIZERS)]
 
 
-def level_role(role: str) -> str:
+def level_field(role: str) -> str:
     """Return the field of ``RoleLevels`` that tells the level of a role, such as "weight" of "linear_weight"."""
     if role.endswith("weight_grad"):
         return "weight_gradient"

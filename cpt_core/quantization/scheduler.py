@@ -158,10 +158,11 @@ class PrecisionScheduler:
             for layer in layers if only is None else [x for x in layers if x in only]:
                 layer.highest, levels = schedule.highest, of_step
                 if not layer.training and self.eval_bits != "current":
-                    levels = merged(
-                        resolve("eval_bits", self.eval_bits, layer, pattern), levels
+                    levels = merge_levels(
+                        resolve_levels("eval_bits", self.eval_bits, layer, pattern),
+                        levels,
                     )
-                if not layer.fixed:
+                if not layer.is_fixed:
                     layer.set_levels(levels, self)
 
     def _on_mode_change(self, layer: LayerPrecision) -> None:
@@ -201,7 +202,7 @@ class PrecisionScheduler:
             "layers": {
                 name: layer.get_running()
                 for name, layer in self._layers.items()
-                if layer.listed
+                if layer.is_listed
             },
         }
 
@@ -241,7 +242,7 @@ class PrecisionScheduler:
                 raise ValueError(said)
         layers = mine["layers"]
         odd = set(theirs["layers"]) ^ {
-            name for name, layer in layers.items() if layer.listed
+            name for name, layer in layers.items() if layer.is_listed
         }
         # what turned out to multiply nothing has nothing to store, and one of the two may not know it yet
         if odd := {
@@ -349,24 +350,26 @@ def precision(
     patterns = _patterns_of(layers, by_pattern, "bits")
     warn_of_added_modules(model)
     before = [
-        (layer, layer.active_levels, layer.owning_scheduler, layer.fixed)
+        (layer, layer.active_levels, layer.owning_scheduler, layer.is_fixed)
         for layer in layers.values()
     ]
     try:
         for name, pattern in patterns.items():
             layer = layers[name]
-            values = resolve("bits", by_pattern[pattern], layer, name)
+            values = resolve_levels("bits", by_pattern[pattern], layer, name)
             if q_grad is None:
-                layer.set_levels(merged(values, layer.active_levels or values))
+                layer.set_levels(merge_levels(values, layer.active_levels or values))
             else:
                 layer.set_levels(
-                    RoleLevels(*values[:2], *resolve("q_grad", q_grad, layer, name)[2:])
+                    RoleLevels(
+                        *values[:2], *resolve_levels("q_grad", q_grad, layer, name)[2:]
+                    )
                 )
-            layer.fixed = True
+            layer.is_fixed = True
         yield model
     finally:
         for layer, in_force, driver, fixed in before:
-            layer.active_levels, layer.owning_scheduler, layer.fixed = (
+            layer.active_levels, layer.owning_scheduler, layer.is_fixed = (
                 in_force,
                 driver,
                 fixed,
@@ -427,7 +430,7 @@ def _correspond(
     return has_same_name and set(layer.ranges()) == set(wrapped_layer.ranges())
 
 
-def merged(values: RoleLevels, gradients: RoleLevels) -> RoleLevels:
+def merge_levels(values: RoleLevels, gradients: RoleLevels) -> RoleLevels:
     """Return levels of other forward values; a forward pass in float32 has gradients in float32."""
     return RoleLevels(
         *values[:2], *(values if values.activation is None else gradients)[2:]
@@ -441,7 +444,7 @@ def check_eval_bits(value: Any) -> EvalBits:
     return check_bits(f"eval_bits, if not {' or '.join(map(repr, EVAL_BITS))},", value)
 
 
-def resolve(
+def resolve_levels(
     what: str, value: int | str, layer: LayerPrecision, name: str
 ) -> RoleLevels:
     """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""

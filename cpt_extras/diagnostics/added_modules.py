@@ -13,7 +13,7 @@ from cpt_core.quantization.convert import (
     ModelMode,
     has_own_forward,
     holds_weights,
-    parts_of_layers,
+    layer_parts,
 )
 from cpt_core.quantization.op_interception import (
     COMPOSITE_OPS,
@@ -44,7 +44,7 @@ def added_modules(model: nn.Module) -> dict[str, str | None]:
     ]
     if not added:
         return {}
-    roots, parts = _converted_roots(modules), parts_of_layers(model)
+    roots, parts = _converted_roots(modules), layer_parts(model)
     found: dict[str, str | None] = {}
     for name in added:
         root = next(
@@ -144,7 +144,7 @@ def warn_of_added_modules(model: nn.Module) -> None:
         if hasattr(module, HOOK)
     )
     given = next(
-        (mode.given_warnings for mode in modes if isinstance(mode, ModelMode)),
+        (mode.issued_warnings for mode in modes if isinstance(mode, ModelMode)),
         set[str](),
     )
     in_float32 = [

@@ -24,7 +24,7 @@ from torch import nn
 
 from cpt_core import extensions
 from cpt_core.bitops.conventions import PRODUCTS
-from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
+from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import preserve_state
 from cpt_core.bitops.tally import ForwardMacs
 from cpt_core.quantization.convert import all_precisions, layer_precisions
@@ -282,7 +282,11 @@ def check(
         simulated(all_precisions(model)),
         precision(model, BITS, BITS),
     ):
-        with warnings.catch_warnings(), counting(model, report), not_intercepted:
+        with (
+            warnings.catch_warnings(),
+            report_operations(model, report),
+            not_intercepted,
+        ):
             warnings.simplefilter("ignore")
             trained = _run_step(model, inputs)
     operations = tuple(Executed(*key, n) for key, n in macs.items())
@@ -320,7 +324,7 @@ def _copy(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     parameters: dict[int, Any] = {
         id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)
     }
-    copied: tuple[Any, ...] = copy_of_inputs(inputs, False, parameters)
+    copied: tuple[Any, ...] = copy_inputs(inputs, False, parameters)
     return copied
 
 

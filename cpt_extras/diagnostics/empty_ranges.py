@@ -19,7 +19,7 @@ def warn_of_empty_range(precision: LayerPrecision, role: str, weight: Tensor) ->
     Nothing is said of a model that a scheduler drives from its own first step on, which may be evaluated before it is
     trained.
     """
-    given = precision.given_warnings
+    given = precision.issued_warnings
     if (
         given is None
         or EMPTY_RANGES in given

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core.quantization.convert import float32_reason, parts_of_layers, precision_of
+from cpt_core.quantization.convert import float32_reason, layer_parts, precision_of
 
 MIN_NOTABLE_SHARE = 0.1  # of a model's weights: less stays in float32 without a warning
 
@@ -25,7 +25,7 @@ def float32_weights(
 
     Weights are tensors of two or more dimensions that are no embedding, nor (1, T, C) as positions and tokens to add.
     """
-    parts, modules = parts_of_layers(model), dict(model.named_modules())
+    parts, modules = layer_parts(model), dict(model.named_modules())
     total = quantized = 0
     kinds: Counter[str] = Counter()
     for name, module in modules.items():

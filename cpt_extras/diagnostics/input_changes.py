@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.bitops.counting import copy_of_inputs, tensors_in
+from cpt_core.bitops.counting import copy_inputs, tensors_in
 
 MAX_VALUES = 16  # of a tensor that takes a few values alone
 STRENGTH = (
@@ -45,7 +45,7 @@ def _parts(value: Any) -> Iterator[Any]:
 def replaced(inputs: tuple[Any, ...], new: dict[int, Tensor]) -> tuple[Any, ...]:
     """Return inputs in which tensors are exchanged: number in ``leaves`` -> what stands there."""
     memo = {id(leaf): new[i] for i, leaf in enumerate(leaves(inputs)) if i in new}
-    copied: tuple[Any, ...] = copy_of_inputs(inputs, False, memo)
+    copied: tuple[Any, ...] = copy_inputs(inputs, False, memo)
     return copied
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
-from cpt_core.bitops.counting import counting
+from cpt_core.bitops.counting import report_operations
 from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, widest
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import Operation
@@ -59,7 +59,9 @@ class BitOpsLedger:
         skipped = {
             name for name, _ in self.model.named_modules() if is_within(name, unseen)
         }
-        self._context = counting(self.model, self._report, skipped, NativeCountingMode)
+        self._context = report_operations(
+            self.model, self._report, skipped, NativeCountingMode
+        )
         self._context.__enter__()
         return self
 
@@ -146,7 +148,7 @@ class BitOpsLedger:
 
     def _widest_formats(self) -> Formats:
         """Return the widest formats of all layers, read again only after a change: a model may have 10,000 layers."""
-        num_changes = LayerPrecision.num_changes
+        num_changes = LayerPrecision.num_bit_changes
         if self._widest is None or self._widest[0] != num_changes:
             precisions = [
                 p for p in map(precision_of, self.model.modules()) if p is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cpt_core.bitops.counting import CountingMode, copy_of_inputs, tensors_in
+from cpt_core.bitops.counting import CountingMode, copy_inputs, tensors_in
 from cpt_core.quantization.op_interception import (
     COUNTED_FUNCTIONS,
     Interception,
@@ -30,9 +30,9 @@ class NativeCountingMode(CountingMode):
         """Return whether a tensor is, or stands for, a weight."""
         return super().is_weight(self._originals.get(id(x), x))
 
-    def layer_of(self, weight: Tensor) -> Interception:
+    def find_layer(self, weight: Tensor) -> Interception:
         """Return the module that holds a weight."""
-        return super().layer_of(self._originals.get(id(weight), weight))
+        return super().find_layer(self._originals.get(id(weight), weight))
 
     def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute functions that are counted as a whole, whose handlers report nothing; others as usual."""
@@ -50,7 +50,7 @@ class NativeCountingMode(CountingMode):
             return output
         operations: list[Operation] = []
         stand_ins: dict[int, Tensor] = {}
-        meta_args, meta_kwargs = copy_of_inputs((args, kwargs), True, stand_ins)
+        meta_args, meta_kwargs = copy_inputs((args, kwargs), True, stand_ins)
         self._originals = {id(stand_ins[id(x)]): x for x in tensors_in((args, kwargs))}
         self.on_operation = lambda operation, output: operations.append(operation)
         try:

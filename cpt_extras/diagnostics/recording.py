@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.roles import level_role
+from cpt_core.quantization.roles import level_field
 from cpt_core.validation import check_int, check_types
 from cpt_extras.diagnostics.ledger import compiled_parts, is_within
 from cpt_extras.diagnostics.rounding_stats import GRADIENTS, SUMS, Key, RoundingStats
@@ -197,7 +197,7 @@ class Recording:
         reasons: dict[str, str] = {}
         compiled = frozenset(compiled_parts(self._model))
         for name, precision in self._layers.items():
-            if not precision.listed:
+            if not precision.is_listed:
                 continue
             roles = _own_roles(self._modules[name], precision)
             if (
@@ -291,7 +291,7 @@ class Recording:
                 else s["clipped"] / s["elements"],
                 "underflow": s["underflow"] / max(s["nonzero"], 1),
                 "levels_used": s["used"] / s["available"],
-                "gradient_to_noise": ratio if level_role(role) in GRADIENTS else None,
+                "gradient_to_noise": ratio if level_field(role) in GRADIENTS else None,
             }
 
 

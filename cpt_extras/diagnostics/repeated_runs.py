@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core.bitops.counting import copy_of_inputs, tensors_in
+from cpt_core.bitops.counting import copy_inputs, tensors_in
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.op_interception import HOOK, OP_HANDLERS, QuantizedOpsMode
@@ -120,7 +120,7 @@ class RepeatedRuns:
             recorded,
             ExactSums(),
         ):
-            return floating((call or self.model)(*copy_of_inputs(inputs, False, {})))
+            return floating((call or self.model)(*copy_inputs(inputs, False, {})))
 
     def outputs_relaid(
         self, inputs: tuple[Any, ...], is_quantized: bool, calls: Any = None
@@ -155,7 +155,7 @@ class RepeatedRuns:
         )
         recorded = nullcontext() if calls is None else self._recorded(calls)
         with precision(self.model, level, level), torch.enable_grad(), recorded:
-            outputs = floating(call(*copy_of_inputs(inputs, False, {})))
+            outputs = floating(call(*copy_inputs(inputs, False, {})))
             losses = [(y * _pattern(y)).sum() for y in outputs if y.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()
             if losses and parameters:
@@ -200,7 +200,7 @@ class RepeatedRuns:
         for name, p in empty.items():
             modules[name].training = p.training = True
         with precision(self.model, self.level, self.level), torch.no_grad():
-            self.model(*copy_of_inputs(inputs, False, {}))
+            self.model(*copy_inputs(inputs, False, {}))
         filled = []
         for name, p in empty.items():
             for running in p.ranges().values():
@@ -303,13 +303,13 @@ def _evaluation_mode(
     modules = [m for m in model.modules() if not isinstance(m, LayerPrecision)]
     modes = [(m, m.training) for m in modules]
     layers = [
-        (p, p.training, p.calibrated, p._roles, p.active_levels, p.fixed)
+        (p, p.training, p.calibrated, p._roles, p.active_levels, p.is_fixed)
         for p in precisions.values()
     ]
     for m in modules:
         m.training = False
     for p in precisions.values():
-        p.fixed = True  # schedulers wait
+        p.is_fixed = True  # schedulers wait
         p.train(False)
         p._roles = tuple((role, replace(q, rounding="nearest")) for role, q in p._roles)
         p.active_levels = p.active_levels
@@ -319,7 +319,7 @@ def _evaluation_mode(
         for m, training in modes:
             m.training = training
         for p, training, calibrated, roles, in_force, fixed in layers:
-            p.training, p.calibrated, p._roles, p.fixed = (
+            p.training, p.calibrated, p._roles, p.is_fixed = (
                 training,
                 calibrated,
                 roles,
@@ -334,11 +334,11 @@ def simulated(
 ) -> Iterator[None]:
     """Simulate inside the block, on the paper's grids if asked for: a ladder may lack a level."""
     before = [
-        (p, p.execution, p.grids, p.active_levels, p.zeros_unknown, p.given_warnings)
+        (p, p.execution, p.grids, p.active_levels, p.zeros_unchecked, p.issued_warnings)
         for p in precisions.values()
     ]
     for p, *_ in before:
-        p.given_warnings = None
+        p.issued_warnings = None
         p.execution, p.grids, p.active_levels = (
             "simulated",
             AFFINE_GRIDS if on_affine_grids else p.grids,
@@ -349,7 +349,7 @@ def simulated(
     finally:
         for p, execution, grids, levels, zeros_unknown, given_warnings in before:
             p.execution, p.grids, p.active_levels = execution, grids, levels
-            p.zeros_unknown, p.given_warnings = (
+            p.zeros_unchecked, p.issued_warnings = (
                 zeros_unknown,
                 given_warnings,
             )  # a warning is still to come

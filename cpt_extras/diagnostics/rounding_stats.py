@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.roles import level_role
+from cpt_core.quantization.roles import level_field
 from cpt_core.quantization.rounding import clips, has_zero_point, shift_to_zero
 from cpt_extras.formats.format import Format
 from cpt_extras.int8.execution import CODE_BITS
@@ -48,7 +48,7 @@ class RoundingStats:
         """Round ``x`` as its role wants; ``rows``: of parts with ranges of their own, the steps of an LSTM."""
         if x.numel() == 0 or not _has_numbers(x):
             return
-        p, place = self.precision, level_role(role)
+        p, place = self.precision, level_field(role)
         quantizer, gradient = p.quantizers[role], place in GRADIENTS
         format = getattr(p.active_bits.formats, place)
         if format is None:  # also behind the block that set the precision of a gradient
@@ -56,9 +56,9 @@ class RoundingStats:
         if isinstance(format, int):  # the paper's grids have bits alone
             format = Format.affine(format)
         level = getattr(p.active_levels, place)
-        levels = p.levels_for(role)
+        levels = p.num_steps_for(role)
         if gradient:
-            levels = p.grad_levels if place == "error" else p.weight_grad_levels
+            levels = p.grad_num_steps if place == "error" else p.weight_grad_num_steps
         key = p.noise_key if gradient and quantizer.rounding == "stochastic" else None
         parts, grid = [x.detach()], quantizer.grid
         if rows and quantizer.granularity == "per_tensor":

@@ -16,7 +16,7 @@ def warn_of_small_gradient(precision: LayerPrecision, gradient: Tensor) -> None:
         return
     width, fewest = (
         gradient.max() - gradient.min(),
-        MIN_SCALE * precision.grad_levels.clamp(max=2**8 - 1),
+        MIN_SCALE * precision.grad_num_steps.clamp(max=2**8 - 1),
     )
     if bool((width > 0) & (width < fewest)):
         warnings.warn(  # one text for all layers: it is shown once

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cpt_core.bitops.counting import copy_of_inputs, counting, tensors_in
+from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import meta_copy, preserve_state
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
 from cpt_core.validation import check_inputs, check_types
@@ -37,10 +37,10 @@ def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, 
     shadow, functions = meta_copy(model, on_meta=False), _UncountedFunctions()
     with (
         preserve_state(model, inputs),
-        counting(shadow, lambda operation: None),
+        report_operations(shadow, lambda operation: None),
         functions,
     ):
-        shadow(*copy_of_inputs(inputs, False, {}))
+        shadow(*copy_inputs(inputs, False, {}))
     return dict(functions.elements)
 
 

@@ -26,8 +26,8 @@ from cpt_core.quantization.active_bits import (
 from cpt_core.quantization.fake_quantize import INT64, load_kernels
 from cpt_core.quantization.roles import (
     Quantizer,
-    level_role,
-    quantizer_of,
+    find_quantizer,
+    level_field,
     weight_gradient_role,
 )
 from cpt_core.quantization.rounding import num_steps
@@ -152,7 +152,7 @@ class LadderGrids(AffineGrids):
             return rounded(role, x)
         size = (
             quantizer.hadamard
-            if role != "bias" and level_role(role) in ("activation", "weight")
+            if role != "bias" and level_field(role) in ("activation", "weight")
             else 0
         )
         if not (quantizer.format.block or size):
@@ -279,13 +279,13 @@ def _ladder_bits(
     splits = requested.error != requested.weight_gradient
     quantizers: dict[str, Quantizer] = {}
     for role, quantizer in roles:
-        level = getattr(requested, level_role(role))
+        level = getattr(requested, level_field(role))
         if (
             role == "bias" and level and level.format.block
         ):  # a bias is no operand of a product
             level = replace(level, format=replace(level.format, partial=True))
         quantizers[role] = _shared(on_level(quantizer, level))
-        if splits and level_role(role) == "error":
+        if splits and level_field(role) == "error":
             quantizers[weight_gradient_role(role)] = _shared(
                 on_level(quantizer, requested.weight_gradient)
             )
@@ -392,7 +392,7 @@ def quantize_to_format(
         return x
     load_kernels()
     if quantizer is not None:
-        grid = on_level(quantizer_of(quantizer), level).grid
+        grid = on_level(find_quantizer(quantizer), level).grid
     else:
         is_scaled = (
             level.format.kind in ("affine", "symmetric") or level.format.scale == "e4m3"

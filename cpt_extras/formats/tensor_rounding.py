@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import MAX_GRID_BITS
-from cpt_core.quantization.roles import Quantizer, quantizer_of
+from cpt_core.quantization.roles import Quantizer, find_quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.validation import check_bits
 from cpt_extras.formats.ladder_rounding import quantize_to_format
@@ -58,7 +58,7 @@ def quantize(
         raise ValueError(
             f"stochastic rounding needs a seed, and nothing else takes one; got seed={seed!r} for a grid of bits"
         )
-    grid = quantizer_of("conv_input" if quantizer is None else quantizer).grid
+    grid = find_quantizer("conv_input" if quantizer is None else quantizer).grid
     bits = check_bits("bits", bits)
     if bits > MAX_GRID_BITS or x.numel() == 0:
         return x

@@ -66,7 +66,7 @@ def describe_execution(precision: LayerPrecision) -> str:
     if not precision.int8_operands:
         return f"{precision.execution} (simulated at these bits)"
     is_slow = precision.execution == "auto" and not has_fast_int8(
-        precision.levels.device
+        precision.num_steps.device
     )
     return (
         f"{precision.execution} (simulated on this device)"

@@ -77,7 +77,7 @@ def simulated_products(layer: nn.Module) -> dict[str, str]:
     """Return the matmuls of a converted layer that are simulated at all bits or some level of a ladder, and why."""
     precision = precision_of(layer)
     assert precision is not None
-    if precision.execution == "auto" and not has_fast_int8(precision.levels.device):
+    if precision.execution == "auto" and not has_fast_int8(precision.num_steps.device):
         reasons = dict.fromkeys(
             products_of(layer), "auto: this device does not multiply codes"
         )

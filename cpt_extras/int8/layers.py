@@ -21,8 +21,8 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from cpt_core.quantization import rounding
 from cpt_core.quantization.fake_quantize import (
     check_floating,
-    filled_steps,
     forward_steps,
+    recorded_steps,
 )
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.rounding import clips
@@ -260,7 +260,7 @@ def encoded(
             f"the layer's {role} is torch.float64, its input is not: bring both to one type, as with model.float()"
         )
     p.follow(x)
-    if p.observed:
+    if p.is_observed:
         p.observe(role, x)
     quantizer = p.quantizers[role]
     if p.training or not quantizer.running:
@@ -271,10 +271,16 @@ def encoded(
         low, width = p.eval_range(role, x)
         low = propagate_nan(p, role, x, low)
     if quantizer.zero_point:
-        x = rounding.round_with_zero_point(x, low, width, p.levels_for(role), None)
-        low, width = rounding.shift_to_zero(low, width, p.levels_for(role))
+        x = rounding.round_with_zero_point(x, low, width, p.num_steps_for(role), None)
+        low, width = rounding.shift_to_zero(low, width, p.num_steps_for(role))
     return QuantizedTensor.on(
-        x, low, width, p.levels_for(role), None, clips_operand(p, role), channels_last
+        x,
+        low,
+        width,
+        p.num_steps_for(role),
+        None,
+        clips_operand(p, role),
+        channels_last,
     )
 
 
@@ -316,12 +322,12 @@ class GradientRounding:
         )
         self.channels_last, self.role = channels_last, role
         self.encodes = self.quantizes and precision.int8_gradient
-        self.filled = filled_steps(precision.grad_levels)
+        self.filled = recorded_steps(precision.grad_num_steps)
 
     @property
     def levels(self) -> Tensor:
         """The number of steps of the gradient's grid, 0-d."""
-        return forward_steps(self.precision.grad_levels, self.filled)
+        return forward_steps(self.precision.grad_num_steps, self.filled)
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""
@@ -338,7 +344,7 @@ class GradientRounding:
     def _encoded(self, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
         p = self.precision
-        if p.observed:
+        if p.is_observed:
             p.observe(self.role, gradient)
         quantizer = p.quantizers[self.role]
         grid, key = (

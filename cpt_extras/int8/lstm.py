@@ -109,7 +109,7 @@ def _encoded_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
     low, width = input_ranges(direction, x)
     low = propagate_nan(precision, role, x, low)
     return QuantizedTensor.on(
-        x, low, width, precision.levels, None, clips_operand(precision, role)
+        x, low, width, precision.num_steps, None, clips_operand(precision, role)
     )
 
 
@@ -139,7 +139,7 @@ class _Recurrence(torch.autograd.Function):
                 c,
                 *steps,
                 save=save,
-                levels=p.levels,
+                levels=p.num_steps,
                 granularity=p.quantizers[role].grid,
                 low=low,
                 width=width,
@@ -153,7 +153,7 @@ class _Recurrence(torch.autograd.Function):
             )
         )
         low, scale, half = QuantizedTensor.with_codes(
-            codes, ranges[0], ranges[1], p.levels
+            codes, ranges[0], ranges[1], p.num_steps
         )[1:]
         ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
         ctx.state, ctx.steps, ctx.gradient = h.shape, steps, GradientRounding(p)

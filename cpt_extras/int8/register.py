@@ -46,7 +46,7 @@ def _own_weight_role(precision: LayerPrecision, roles: Roles, kind: str) -> str:
 
 
 def _own_roles(precision: LayerPrecision, roles: Roles) -> Roles:
-    return precision.own_role(roles[0]), precision.own_role(roles[1])
+    return precision.layer_role(roles[0]), precision.layer_role(roles[1])
 
 
 def linear(
@@ -130,7 +130,7 @@ def matmul(
     return product_on_codes(
         precision,
         _own_roles(precision, roles),
-        precision.own_role("attention_grad"),
+        precision.layer_role("attention_grad"),
         *operands[:2],
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
-from cpt_core.quantization.convert import add_hooks, attach
+from cpt_core.quantization.convert import add_hooks, attach_precision
 from cpt_core.quantization.op_interception import HOOK
 
 
@@ -21,7 +21,7 @@ class _CopiesOfGraphs:
         """Convert a copy, whose interception has been copied."""
         precision = getattr(copied, HOOK).precision
         if precision is not None:
-            attach(copied, precision)
+            attach_precision(copied, precision)
         add_hooks(copied)
 
     def __deepcopy__(self, memo: Any) -> _CopiesOfGraphs:

@@ -15,7 +15,7 @@ from torch import Tensor
 import cpt_extras.kernels.graph  # noqa: F401 - defines the operators
 from cpt_core.graphs.functional import degree_scale
 from cpt_core.graphs.graph import Graph
-from cpt_core.quantization.fake_quantize import filled_steps, forward_steps
+from cpt_core.quantization.fake_quantize import forward_steps, recorded_steps
 from cpt_core.quantization.graph_handlers import GraphHandlers
 from cpt_core.quantization.op_interception import QuantizedOpsMode
 from cpt_core.quantization.precision import HALF, LayerPrecision
@@ -43,7 +43,7 @@ class _ScaleAndAddBias(torch.autograd.Function):
         key: Tensor | None,
     ) -> Tensor:
         ctx.scale, ctx.levels, ctx.key = scale, grad_levels, key
-        ctx.filled = filled_steps(grad_levels)
+        ctx.filled = recorded_steps(grad_levels)
         return operators.active.scale_round_add(h, scale, bias, levels, granularity)
 
     @staticmethod
@@ -70,11 +70,11 @@ class FusedGraphHandlers(GraphHandlers):
         """Return ``x * scale``, rounded in the same pass."""
         if precision is None or scale is None or precision.execution != "simulated":
             return super().scaled_operand(precision, role, x, scale)
-        if not _is_fusible(precision, precision.own_role(role), x):
+        if not _is_fusible(precision, precision.layer_role(role), x):
             return super().scaled_operand(precision, role, x, scale)
-        granularity = precision.quantizers[precision.own_role(role)].grid
+        granularity = precision.quantizers[precision.layer_role(role)].grid
         return operators.active.scale_round(
-            x, scale, precision.levels, granularity
+            x, scale, precision.num_steps, granularity
         ), None
 
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
@@ -139,18 +139,18 @@ class FusedGraphHandlers(GraphHandlers):
             or not product.requires_grad
         ):
             total = operators.active.scale_round_add(
-                h, scale, rounded_bias, precision.levels, granularity
+                h, scale, rounded_bias, precision.num_steps, granularity
             )
             return precision.gradient("grad", total)
         key = precision.noise_key if quantizer.rounding == "stochastic" else None
-        levels = precision.levels, granularity, precision.grad_levels, key
+        levels = precision.num_steps, granularity, precision.grad_num_steps, key
         return _ScaleAndAddBias.apply(product, scale, rounded_bias, *levels)
 
 
 def _is_fusible(precision: LayerPrecision, role: str, x: Tensor) -> bool:
     """Return whether an operand is rounded now, and on its own range."""
     precision.require_bits()
-    if torch.compiler.is_compiling() or precision.observed or x.dtype in HALF:
+    if torch.compiler.is_compiling() or precision.is_observed or x.dtype in HALF:
         return False
     if not precision.active_bits.activation or x.numel() == 0:
         return False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_core.quantization.fake_quantize import counts_in_backward
+from cpt_core.quantization.fake_quantize import advances_key_in_backward
 from cpt_core.quantization.precision import LayerPrecision, is_recomputing
 from cpt_core.quantization.rounding import RUNNING_DECAY, Range, clips
 
@@ -60,7 +60,7 @@ def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
     low, width, weight = precision.stored_range(role)
     if precision.calibrated:
         return StoredRange(low, width)
-    precision.look_for_empty_range(role, weight)
+    precision.warn_of_empty_range(role, weight)
     return StoredRange(low, width, weight)
 
 
@@ -71,7 +71,7 @@ def or_stored(
     if not uses_stored(precision, role):
         return low, width
     stored_low, stored_width, weight = precision.stored_range(role)
-    precision.look_for_empty_range(role, weight)
+    precision.warn_of_empty_range(role, weight)
     return torch.where(weight > 0, stored_low, low), torch.where(
         weight > 0, stored_width, width
     )
@@ -136,8 +136,13 @@ def grad_rounding_args(
     if not precision.active_bits.gradient:
         return GradientNoise(None, quantizer.grid, None, advance=False)
     if quantizer.rounding != "stochastic":
-        return GradientNoise(precision.grad_levels, quantizer.grid, None, advance=False)
+        return GradientNoise(
+            precision.grad_num_steps, quantizer.grid, None, advance=False
+        )
     key = precision.next_noise_key(count)
     return GradientNoise(
-        precision.grad_levels, quantizer.grid, key, advance=counts_in_backward()
+        precision.grad_num_steps,
+        quantizer.grid,
+        key,
+        advance=advances_key_in_backward(),
     )

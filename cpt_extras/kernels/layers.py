@@ -21,7 +21,7 @@ from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import ActiveBits, AffineGrids
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.roles import level_role
+from cpt_core.quantization.roles import level_field
 from cpt_extras.kernels import gemm_backend, operators
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
@@ -121,7 +121,7 @@ def _grids(precision: LayerPrecision, roles: Roles, gradient: str) -> Grids | No
     if (
         not precision.training
         or precision.observer is not None
-        or (precision.unseen and not precision.fixed)
+        or (precision.awaits_first_gradient and not precision.is_fixed)
     ):
         return None
     if (
@@ -143,7 +143,7 @@ def _grids(precision: LayerPrecision, roles: Roles, gradient: str) -> Grids | No
 def _grids_of(now: ActiveBits, kind: str, roles: Roles, gradient: str) -> Grids | None:
     """Return the grids of roles; None where an operand is not rounded, or has a range that is not followed here."""
 
-    def own(role: str) -> str:  # as ``LayerPrecision.own_role``
+    def own(role: str) -> str:  # as ``LayerPrecision.layer_role``
         name = role.removeprefix(f"{kind}_")
         return name if name in now.quantizers else role
 
@@ -160,7 +160,7 @@ def _grids_of(now: ActiveBits, kind: str, roles: Roles, gradient: str) -> Grids 
         return None
     return Grids(
         running=f"running_{own(roles[0])}" if first.running else None,
-        is_weight=level_role(own(roles[1])) == "weight",
+        is_weight=level_field(own(roles[1])) == "weight",
         first=first.grid,
         second=second.grid,
         bias=bias.grid,
@@ -171,11 +171,11 @@ def _grids_of(now: ActiveBits, kind: str, roles: Roles, gradient: str) -> Grids 
 
 def _roundings(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
     """Return how the operands are rounded."""
-    weight_levels = precision.weight_levels
-    second_levels = weight_levels if grids.is_weight else precision.levels
+    weight_levels = precision.weight_num_steps
+    second_levels = weight_levels if grids.is_weight else precision.num_steps
     running = None if grids.running is None else vars(precision)[grids.running]
     return (
-        precision.levels,
+        precision.num_steps,
         second_levels,
         weight_levels,
         running,
@@ -187,7 +187,7 @@ def _roundings(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
 
 def _gradient(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
     """Return how the gradient is rounded."""
-    levels = precision.grad_levels if precision.active_bits.gradient else None
+    levels = precision.grad_num_steps if precision.active_bits.gradient else None
     return levels, precision.noise_key if grids.is_stochastic else None, grids.grad
 
 

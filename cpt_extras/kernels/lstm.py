@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_core.quantization.fake_quantize import filled_steps, forward_steps
+from cpt_core.quantization.fake_quantize import forward_steps, recorded_steps
 from cpt_core.quantization.rounding import clips
 from cpt_extras.kernels import gemm_backend, operators
 from cpt_extras.kernels.grids import parts_of
@@ -332,7 +332,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     )
     # these may change in place between forward and backward passes: not saved, which would be an error
     ctx.quantizes, ctx.advance = (a.grad_levels, a.grad_granularity, a.key), a.advance
-    ctx.filled = filled_steps(a.grad_levels)
+    ctx.filled = recorded_steps(a.grad_levels)
     ctx.save_for_backward(a.weight, *output[4:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])

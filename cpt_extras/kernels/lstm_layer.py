@@ -65,7 +65,7 @@ def run_fused(
             direction.sizes,
             reverse=direction.is_reverse,
             save=save,
-            levels=precision.levels if precision.active_bits.activation else None,
+            levels=precision.num_steps if precision.active_bits.activation else None,
             granularity=precision.quantizers[role].grid,
             low=low,
             width=width,
@@ -85,7 +85,7 @@ def run_fused(
 def observe_operands(direction: LSTMDirection, x: Tensor, h: Tensor, y: Tensor) -> None:
     """Show who records what was rounded: x (N, I) and the hidden states that entered the steps, from h to y (N, H)."""
     precision = direction.precision
-    if precision.observed:
+    if precision.is_observed:
         rows = direction.rows_of_steps(x)
         precision.observe(f"input_{direction.name}", x, rows)
         precision.observe(
@@ -107,7 +107,7 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
     if not direction.sizes and quantizer.granularity == "per_tensor" and has_own_ranges:
         steps_apart = x.unflatten(0, (direction.steps, -1))  # a step is as a channel
         grid = "per_channel" + quantizer.grid.removeprefix("per_tensor")
-        y, low, width = fake_quantize(steps_apart, precision.levels, grid)
+        y, low, width = fake_quantize(steps_apart, precision.num_steps, grid)
         _track_input(direction, low.flatten(), width.flatten())
         return y.flatten(0, 1)
     low, width = input_ranges(direction, x.detach())
@@ -115,7 +115,7 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
         x,
         low,
         width,
-        precision.levels,
+        precision.num_steps,
         quantizer.grid,
         clip=clips_operand(precision, role),
     )

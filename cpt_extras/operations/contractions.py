@@ -108,12 +108,12 @@ def bilinear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Quantise ``F.bilinear``: both inputs have a range per row, the weight one per output."""
-    layer = mode.layer_of(weight)
+    layer = mode.find_layer(weight)
 
     def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         second = (
             layer.precision.quantize_operand(
-                layer.precision.own_role("attention_query"), y
+                layer.precision.layer_role("attention_query"), y
             )
             if layer.precision is not None
             else y
@@ -149,7 +149,7 @@ def grouped_matmul(
     **more: Any,
 ) -> Tensor:
     """Quantise a matmul of experts: rows (M, K), each times that one of the weights (E, K, N) that is its own."""
-    layer = mode.layer_of(second)
+    layer = mode.find_layer(second)
 
     def compute(a: Tensor, bt: Tensor, bias: Tensor | None) -> Tensor:
         return (
@@ -309,8 +309,8 @@ def _layer_of_contraction(
 ) -> Interception:
     """Return the layer that holds the weight of a contraction; the running module where neither operand is one."""
     if weights[1]:
-        return mode.layer_of(b)
-    return mode.layer_of(a) if weights[0] else mode.running.stack[-1].interception
+        return mode.find_layer(b)
+    return mode.find_layer(a) if weights[0] else mode.running.stack[-1].interception
 
 
 class _Contraction(NamedTuple):

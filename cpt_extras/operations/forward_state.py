@@ -20,7 +20,12 @@ from cpt_core.quantization.active_bits import ActiveBits
 from cpt_core.quantization.fake_quantize import fill_steps
 from cpt_core.quantization.precision import LayerPrecision
 
-LEVELS = ("levels", "weight_levels", "grad_levels", "weight_grad_levels")
+NUM_STEPS = (
+    "num_steps",
+    "weight_num_steps",
+    "grad_num_steps",
+    "weight_grad_num_steps",
+)
 OTHERS = (
     "active_bits",
     "training",
@@ -46,7 +51,7 @@ class ForwardState(NamedTuple):
     training: bool
     calibrated: bool
     ranges: dict[str, Tensor]
-    fixed: bool
+    is_fixed: bool
 
     @classmethod
     def of(cls, precision: LayerPrecision, evaluates: bool = True) -> ForwardState:
@@ -61,7 +66,7 @@ class ForwardState(NamedTuple):
             precision.training,
             precision.calibrated,
             ranges,
-            precision.fixed,
+            precision.is_fixed,
         )
 
     def differs(self, precision: LayerPrecision) -> bool:
@@ -75,12 +80,14 @@ class ForwardState(NamedTuple):
     @torch.inference_mode(False)
     def attributes(self, precision: LayerPrecision) -> dict[str, Any]:
         """Return the attributes of a layer in this state, but those that follow from its execution."""
-        levels = {name: torch.zeros_like(getattr(precision, name)) for name in LEVELS}
+        levels = {
+            name: torch.zeros_like(getattr(precision, name)) for name in NUM_STEPS
+        }
         for tensor, steps in zip(levels.values(), self.active_bits.steps, strict=True):
             if steps is not None:
                 fill_steps(tensor, steps)
         ranges = {
-            name: x.to(precision.levels.device) for name, x in self.ranges.items()
+            name: x.to(precision.num_steps.device) for name, x in self.ranges.items()
         }
         mode = {"training": self.training, "calibrated": self.calibrated}
         return {

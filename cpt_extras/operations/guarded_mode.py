@@ -33,8 +33,8 @@ from cpt_core.quantization.op_interception import (
     QuantizedOpsMode,
     RunningModule,
     enter_module,
-    held_tensors,
     leave_module,
+    parameters_with_layers,
 )
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.operations.recomputation import CheckpointedFunction, active_checkpoints
@@ -245,7 +245,7 @@ class GuardedMode(QuantizedOpsMode):
         """Return tensors in the place of parameters, as ``functional_call`` and replicas have them, of the module."""
         entry: Any = self.running.stack[-1]
         if entry.stand_ins is None:
-            held = held_tensors(entry.module)
+            held = parameters_with_layers(entry.module)
             entry.stand_ins = [
                 (tensor, layer)
                 for tensor, layer in held

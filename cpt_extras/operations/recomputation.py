@@ -56,7 +56,7 @@ class CheckpointedFunction:
     def note(self, precision: LayerPrecision) -> None:
         """Note the state of a layer that runs inside, the first time; of ``precision`` blocks inside, that around."""
         known = self.states.get(precision)
-        if known is None or (known.fixed and not precision.fixed):
+        if known is None or (known.is_fixed and not precision.is_fixed):
             self.states[precision] = ForwardState.of(precision)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

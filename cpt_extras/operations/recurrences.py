@@ -103,7 +103,7 @@ def run_recurrence(
         steps = x.split(call.sizes or len(x) // steps_of(call))
         is_reverse = call.is_bidirectional and index % 2 == 1
         return run_steps(
-            partial(STEPS[kind], linear, call.weights_of(index)),
+            partial(STEPS[kind], linear, call.direction_weights(index)),
             steps,
             start,
             is_reverse,
@@ -215,7 +215,7 @@ def run_lstm(
 
     def run_all(in_dtype: RecurrentCall) -> tuple[Tensor, ...]:
         def run(index: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-            w_ih, w_hh, b_ih, b_hh, _ = in_dtype.weights_of(index)
+            w_ih, w_hh, b_ih, b_hh, _ = in_dtype.direction_weights(index)
             direction = LSTMDirection(
                 precision, names[index], w_ih, w_hh, b_ih, b_hh, steps_of(call), sizes
             )

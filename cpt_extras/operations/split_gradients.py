@@ -123,11 +123,13 @@ def _round_for_both(
     formats = precision.active_bits.formats
     for_input = for_weight = gradient
     if formats.error is not None:
-        for_input = rounded_gradient(precision, role, gradient, precision.grad_levels)
+        for_input = rounded_gradient(
+            precision, role, gradient, precision.grad_num_steps
+        )
     if formats.weight_gradient is not None:
         role = weight_gradient_role(role)
         for_weight = rounded_gradient(
-            precision, role, gradient, precision.weight_grad_levels
+            precision, role, gradient, precision.weight_grad_num_steps
         )
     return for_input, for_weight
 
@@ -138,7 +140,7 @@ def rounded_gradient(
     """Return a gradient that has come on the grid of its role; ``steps``: n = 2**q - 1, 0-d."""
 
     def rounded(role: str, gradient: Tensor) -> Tensor:
-        if precision.observed:
+        if precision.is_observed:
             precision.observe(role, gradient)
         quantizer = precision.quantizers[role]
         key = precision.noise_key if quantizer.rounding == "stochastic" else None

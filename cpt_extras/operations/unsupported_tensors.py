@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cpt_core.quantization.op_interception import QuantizedOpsMode, tensors_of
+from cpt_core.quantization.op_interception import QuantizedOpsMode, tensor_arguments
 
 
 def belong_to_torch(
@@ -17,7 +17,7 @@ def belong_to_torch(
     Raises:
         TypeError: where the layer quantises.
     """
-    for x in tensors_of(args, kwargs):
+    for x in tensor_arguments(args, kwargs):
         if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _traces(
             type(x)
         ):
@@ -34,7 +34,7 @@ def _traces(kind: type) -> bool:
 def _refuse(mode: QuantizedOpsMode, x: Tensor, error: Exception) -> None:
     """Raise TypeError for a tensor of another class, with which an operation failed in a layer that quantises."""
     layer = mode.find_owner(x) or mode.running.stack[-1].interception
-    if layer.precision is None or not layer.precision.active_bits.active:
+    if layer.precision is None or not layer.precision.active_bits.has_quantized_roles:
         return
     raise TypeError(
         f"layer {layer.name!r} multiplies a {type(x).__module__}.{type(x).__name__}, which is no plain tensor and "

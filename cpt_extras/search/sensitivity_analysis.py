@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from cpt_core.bitops.conventions import priced_passes, row_name
-from cpt_core.bitops.counting import counting
+from cpt_core.bitops.counting import report_operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
@@ -259,7 +259,7 @@ def _macs(trial: RestartableTraining, first: int, bits: int) -> Counter[str]:
     trial.reset()
     with (
         precision(trial.model, bits=bits, q_grad=bits),
-        counting(trial.model, operations.append),
+        report_operations(trial.model, operations.append),
     ):
         trial.train_step(first)
     names = layer_precisions(trial.model)

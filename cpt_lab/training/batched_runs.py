@@ -118,7 +118,7 @@ class _Arm:
         if self.asked is not None:
             found = tensors_of(self.asked.session)
             self.tensors = [
-                value for name, value in found.items() if not name.endswith("levels")
+                value for name, value in found.items() if not name.endswith("num_steps")
             ]
             self.changed(self._digest())
 

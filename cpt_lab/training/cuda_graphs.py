@@ -2,7 +2,7 @@
 
 What is recorded is fixed: kernels, shapes, addresses, and every Python number in between. All that changes from step to
 step must therefore lie in tensors that stay where they are: batch, carried state, learning rate, bits
-(``LayerPrecision.levels``, filled in place) and the keys of the rounding noise, which the kernels advance themselves.
+(``LayerPrecision.num_steps``, filled in place) and the keys of the rounding noise, which kernels advance.
 So one recording serves a whole schedule, and gives the numbers of the steps that it replaces. Hooks of the model, and
 all else in Python, do not run in a replayed step.
 

@@ -105,7 +105,8 @@ class Session:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self._layers = list(all_precisions(self.model).values())
         for layer in self._layers:
-            layer.unseen = False  # gradients are as small as the authors', on their grid: nobody can multiply this loss
+            # The loss of the paper's recipe cannot be scaled, so small gradients need no warning.
+            layer.awaits_first_gradient = False
         self.active_levels: list[
             Any
         ] = []  # of every layer, when ``kind`` was asked last

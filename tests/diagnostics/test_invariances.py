@@ -40,7 +40,11 @@ class Rounds(nn.Module):
         self.dims, self.when, self.layer = dims, when, nn.Linear(4, 4)
 
     def forward(self, x):
-        if self.dims and self.layer.precision.active_bits.active and self.when(x):
+        if (
+            self.dims
+            and self.layer.precision.active_bits.has_quantized_roles
+            and self.when(x)
+        ):
             step = x.detach().abs().amax(self.dims, keepdim=True) / 3
             x = x + ((x.detach() / step).round() * step - x.detach())
         return self.layer(x)
@@ -218,7 +222,7 @@ def test_decoding_with_a_cache_is_compared_with_the_full_pass():
 
 def test_a_checkpoint_that_fails_for_the_quantised_model_alone_is_broken():
     def forward(m, x):
-        is_odd = m.layer.precision.active_bits.active and is_recomputed(x)
+        is_odd = m.layer.precision.active_bits.has_quantized_roles and is_recomputed(x)
         return m.layer(x.sin() if is_odd else x)
 
     found = answers_of(
@@ -245,7 +249,9 @@ def test_another_memory_layout_of_an_input():
 @pytest.mark.parametrize("by_strides", [True, False])
 def test_another_memory_layout_of_operands_inside_a_model(by_strides):
     def handler(mode, function, a, b):
-        is_rounded = mode.running.stack[-1].interception.precision.active_bits.active
+        is_rounded = mode.running.stack[
+            -1
+        ].interception.precision.active_bits.has_quantized_roles
         return function(
             a, b.round() if is_rounded and by_strides and b.stride(-1) != 1 else b
         )
@@ -305,7 +311,7 @@ def test_one_content_of_a_position_is_no_evidence():
 
 def test_outputs_that_never_move_are_no_evidence():
     def forward(m, x):
-        is_quantized = m.odd.layer.precision.active_bits.active
+        is_quantized = m.odd.layer.precision.active_bits.has_quantized_roles
         return torch.cat(
             [m.layer(x), torch.relu(m.odd(x) - (0 if is_quantized else 1e3))], 1
         )
@@ -500,10 +506,10 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
             x,
         ]
         tensors += [
-            t for p in layers for t in (*p.ranges().values(), p.noise_key, p.levels)
+            t for p in layers for t in (*p.ranges().values(), p.noise_key, p.num_steps)
         ]
         modes = [m.training for m in model.modules()] + [
-            (p.training, p.calibrated, p.fixed, p.zeros_unknown) for p in layers
+            (p.training, p.calibrated, p.is_fixed, p.zeros_unchecked) for p in layers
         ]
         active = [
             (p.active_levels, p.execution, p.grids, p.owning_scheduler, p.quantizers)

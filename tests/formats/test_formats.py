@@ -17,7 +17,7 @@ from cpt_core.quantization.roles import (
     GRANULARITIES,
     ROUNDINGS,
     Quantizer,
-    quantizer_of,
+    find_quantizer,
 )
 from cpt_extras.formats.format import FORMATS, Format
 from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
@@ -203,7 +203,7 @@ def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, c
             "a FormatQuantizer that is not running; got",
         ),
         (
-            lambda: quantizer_of(FormatQuantizer("per_row", format=FORMATS["e4m3"])),
+            lambda: find_quantizer(FormatQuantizer("per_row", format=FORMATS["e4m3"])),
             "no format, which a ladder gives",
         ),
         (

@@ -433,7 +433,7 @@ def test_casts_leave_the_precision_in_float32(cast, device):
         assert wanted != torch.float32
         for layer in model:
             assert {x.dtype for x in running_ranges(layer)} == {torch.float32}
-            assert (layer.precision.levels, layer.precision.grad_levels) == (
+            assert (layer.precision.num_steps, layer.precision.grad_num_steps) == (
                 2**7 - 1,
                 2**16 - 1,
             )
@@ -460,7 +460,7 @@ def test_neither_conversion_nor_noise_depends_on_the_default_dtype(dtype):
                         y,
                         *(p.grad for p in model.parameters()),
                         *running_ranges(model),
-                        model[0].precision.levels,
+                        model[0].precision.num_steps,
                     ]
                 )
         finally:

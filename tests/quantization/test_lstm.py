@@ -382,7 +382,7 @@ def test_evaluation_uses_running_ranges():
         def stored(x, role):
             low, width, _ = p.stored_range(f"{role}_l0")
             return fake_quantize.operators.round_in_range(
-                x, low, width, p.levels, "per_tensor", clip=True
+                x, low, width, p.num_steps, "per_tensor", clip=True
             )
 
         assert same(module(x)[0], plain(module, x, zero, zero, 3, 8, rounded=stored)[0])

@@ -30,8 +30,8 @@ def in_force(model):
     """Return bits and gradient bits of all layers, which are those of the numbers that the products use."""
     layers = list(layer_precisions(model).values())
     for p in layers:
-        assert p.bits is None or p.levels == 2**p.bits - 1
-        assert p.q_grad is None or p.grad_levels == 2**p.q_grad - 1
+        assert p.bits is None or p.num_steps == 2**p.bits - 1
+        assert p.q_grad is None or p.grad_num_steps == 2**p.q_grad - 1
     return [(p.bits, p.q_grad) for p in layers]
 
 
@@ -55,14 +55,16 @@ def test_steps_follow_the_schedule(schedule, device):
     scheduler = PrecisionScheduler(model, schedule)
     layers = layer_precisions(model).values()
     numbers = [
-        t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())
+        t for p in layers for t in (p.num_steps, p.grad_num_steps, *p.ranges().values())
     ]
     places = [t.data_ptr() for t in numbers]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
         assert in_force(model) == [(bits, schedule.q_max)] * 3
         now = [
-            t for p in layers for t in (p.levels, p.grad_levels, *p.ranges().values())
+            t
+            for p in layers
+            for t in (p.num_steps, p.grad_num_steps, *p.ranges().values())
         ]
         assert [
             t.data_ptr() for t in now

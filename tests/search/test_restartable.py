@@ -152,7 +152,7 @@ def test_a_converted_model_keeps_its_precision(repeat):
     repeat(model, train_step, optimizer)
     for layer in layer_precisions(model).values():
         assert layer.active_levels == layer.highest == (6, 6, 6, 6)
-        assert int(layer.levels) == 63
+        assert int(layer.num_steps) == 63
 
 
 @every

@@ -62,7 +62,7 @@ class BatchMean(nn.Module):
     def forward(self, x):
         y = self.linear(x)
         is_quantised = (
-            self.linear.precision.active_bits.active
+            self.linear.precision.active_bits.has_quantized_roles
             if hasattr(self.linear, "precision")
             else False
         )

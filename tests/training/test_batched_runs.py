@@ -279,7 +279,7 @@ SEEN = torch.zeros(())
 def unseen(task, model):
     """Compute a factor of the loss where torch does not see it."""
     scale = torch.ones(1)
-    scale.numpy()[0] = float(model.body[0].precision.levels)
+    scale.numpy()[0] = float(model.body[0].precision.num_steps)
     return scale[0]
 
 
