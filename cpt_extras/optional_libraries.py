@@ -1,6 +1,6 @@
 """Imports of optional libraries: an error names the extra that brings what is missing.
 
->>> library("json", "lab").dumps([1])
+>>> import_optional("json", "lab").dumps([1])
 '[1]'
 """
 

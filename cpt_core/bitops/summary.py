@@ -8,7 +8,7 @@
 >>> print(summary(model, (torch.ones(5, 4),)))
 module  kind             parameters    MACs  precision
 0       Linear                   15   66.7%  quantised
-1       Linear                    8   33.3%  float32 (left out)
+1       Linear                    8   33.3%  float32 (not selected by quantize_)
 33.3% of the forward MACs of matmuls and convolutions run in float32: layer 1 33.3%
 in force in 1 layer: bits=not set, execution=simulated
 """
@@ -26,6 +26,7 @@ from cpt_core.bitops.conventions import is_matmul, row_name
 from cpt_core.bitops.plan import count_step
 from cpt_core.bitops.tally import ForwardMacs, describe_float32
 from cpt_core.quantization.convert import float32_reason, layer_parts, precision_of
+from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.validation import check_types
 
 
@@ -144,10 +145,9 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
 def _describe_added(caller: str | None) -> tuple[str, dict[str, Any]]:
     """Return the reason for float32, or "", and further fields of a module that came after ``quantize_``."""
     if caller is None:
-        return "added after quantize_", {}
-    return "", {
-        "note": f", with the bits of {caller or '(model)'}: added after quantize_"
-    }
+        return FallbackReason.ADDED_LATER.describe(), {}
+    added_later = FallbackReason.ADDED_LATER.describe()
+    return "", {"note": f", with the bits of {caller or '(model)'}: {added_later}"}
 
 
 def _describe_layer(
@@ -158,10 +158,10 @@ def _describe_layer(
     if precision is None:
         return float32_reason(layer), {}
     if not (precision.is_listed or share):
-        return "no matmul or convolution has run in it", {}
+        return FallbackReason.NO_MATMUL_EXECUTED.describe(), {}
     if precision.execution == "simulated":
         return "", {}
-    return "", extensions.load("int8").described(layer)
+    return "", extensions.load("int8").describe_int8(layer)
 
 
 def _shares(

@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from cpt_core import extensions
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.fake_quantize import INT64
+from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.op_interception import (
     HOOK,
     Interception,
@@ -459,13 +460,12 @@ def _key_group(module: nn.Module) -> int:
 def float32_reason(module: nn.Module) -> str:
     """Return why a module with parameters, which has no precision, is not quantised."""
     if is_convertible(module):
-        return "left out"
+        return FallbackReason.NOT_SELECTED.describe()
     if is_uninitialized(module):
-        return "lazy: run the model once before it is converted"
+        return FallbackReason.UNINITIALIZED.describe()
     layer = _graph_layer(module, is_convertible=False)
-    return (
-        layer.float32_reason(module) if layer is not None else ""
-    ) or "it computes no matmul or convolution"
+    graph_reason = layer.float32_reason(module) if layer is not None else ""
+    return graph_reason or FallbackReason.NO_MATMUL.describe()
 
 
 def _excluded(

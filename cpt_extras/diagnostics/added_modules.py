@@ -15,6 +15,7 @@ from cpt_core.quantization.convert import (
     holds_weights,
     layer_parts,
 )
+from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.op_interception import (
     COMPOSITE_OPS,
     HOOK,
@@ -160,7 +161,7 @@ def warn_of_added_modules(model: nn.Module) -> None:
         )
         more = f" and {len(in_float32) - 5} more" if len(in_float32) > 5 else ""
         warnings.warn(
-            f"added after quantize_, and in float32: {listed}{more}. {REMEDY}",
+            f"{FallbackReason.ADDED_LATER.describe()}, and in float32: {listed}{more}. {REMEDY}",
             QuantizationWarning,
             stacklevel=4,
         )
@@ -168,8 +169,8 @@ def warn_of_added_modules(model: nn.Module) -> None:
         if f"{name} traced" not in given:
             given.add(f"{name} traced")
             warnings.warn(
-                f"{name or 'the model'} was traced by torch.fx after quantize_, and its products {', '.join(products)} "
-                "run in float32: trace the model first, then call quantize_ on the GraphModule",
+                f"{name or 'the model'} was {FallbackReason.TRACED_LATER.describe()}, and its matmuls "
+                f"{', '.join(products)} run in float32: trace the model first, then call quantize_ on the GraphModule",
                 QuantizationWarning,
                 stacklevel=4,
             )

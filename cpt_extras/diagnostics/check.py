@@ -28,6 +28,7 @@ from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import preserve_state
 from cpt_core.bitops.tally import ForwardMacs
 from cpt_core.quantization.convert import all_precisions, layer_precisions
+from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, check_types
@@ -41,6 +42,7 @@ from cpt_extras.diagnostics.not_intercepted import NotIntercepted
 from cpt_extras.diagnostics.repeated_runs import simulated
 
 BITS = 8  # any number would do
+NOT_INTERCEPTED = FallbackReason.NOT_INTERCEPTED.describe()
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Check:
         """Return a table of all operations."""
         rows = [("layer", "operation", "pass", "MACs", "precision")]
         for e in self.operations:
-            note = "" if e.intercepted else " (not intercepted)"
+            note = "" if e.intercepted else f" ({NOT_INTERCEPTED})"
             kind = "quantised" if e.quantized else "float32"
             pass_ = "backward" if e.backward else "forward"
             rows.append(
@@ -161,7 +163,7 @@ class Check:
             f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass"
         )
         for what, names in (
-            ("listed as quantised, but used in float32", self.bypassed),
+            (FallbackReason.BYPASSED.describe(), self.bypassed),
             ("took no part in the step", self.unused),
         ):
             if names:
@@ -222,7 +224,7 @@ def _precision_of(executed: Sequence[Executed]) -> str:
     )
     missed = dict.fromkeys(e.operation for e in executed if not e.intercepted)
     words = {1.0: "quantised", 0.0: "float32"}.get(share, f"{share:.0%} quantised")
-    return f"{words} (not intercepted: {', '.join(missed)})" if missed else words
+    return f"{words} ({NOT_INTERCEPTED}: {', '.join(missed)})" if missed else words
 
 
 def check(

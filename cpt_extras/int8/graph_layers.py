@@ -28,7 +28,7 @@ from cpt_core.quantization.graph_handlers import GraphOperand
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
-from cpt_extras.int8.fallback import ONE_RANGE_OF_MATRIX
+from cpt_extras.int8.fallback import ONE_RANGE_GRIDS_OF_MATRIX
 from cpt_extras.int8.layers import (
     GradientRounding,
     Operand,
@@ -131,7 +131,7 @@ class _Aggregate(torch.autograd.Function):
             is_mean,
             GradientRounding(precision),
         )
-        if precision.quantizers["aggregation"].grid in ONE_RANGE_OF_MATRIX:
+        if precision.quantizers["aggregation"].grid in ONE_RANGE_GRIDS_OF_MATRIX:
             h = total(graph, encoded(precision, "aggregation", x))
         else:
             h = graph.aggregate(precision.quantize_operand("aggregation", x))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.op_interception import EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
@@ -48,12 +49,14 @@ def step_product(
     return multiply(ops, rounded, weight, columns), rounded
 
 
-def int8_reason(precision: LayerPrecision, hidden_size: int) -> str:
+def int8_fallback_reason(precision: LayerPrecision, hidden_size: int) -> str:
     """Return why no matmul of an LSTM runs on int8, or ""."""
     role = next(role for role in precision.quantizers if role.startswith("hidden_"))
     if precision.quantizers[role].grid != "per_tensor":
-        return "hidden states have several ranges"
-    return "sums over the gates overflow 32 bits" if 4 * hidden_size > LONGEST else ""
+        return FallbackReason.SEVERAL_RANGES.describe(operands="hidden states")
+    if 4 * hidden_size > LONGEST:
+        return FallbackReason.INT32_OVERFLOW.describe()
+    return ""
 
 
 def lstm(
@@ -61,7 +64,7 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Run one direction of one layer on 8-bit integers, where these fit; None else."""
     hidden_size = direction.hidden_weight.shape[1]
-    if not multiplies_integers(direction.precision, x) or int8_reason(
+    if not multiplies_integers(direction.precision, x) or int8_fallback_reason(
         direction.precision, hidden_size
     ):
         return None

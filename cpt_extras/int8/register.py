@@ -26,8 +26,8 @@ from cpt_extras.int8.convolution import Geometry
 from cpt_extras.int8.execution import describe_execution as describe_execution
 from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.int8.execution import note_active_bits as note_active_bits
-from cpt_extras.int8.fallback import ONE_RANGE, grid_without_zero_point
-from cpt_extras.int8.fallback import described as described
+from cpt_extras.int8.fallback import ONE_RANGE_GRIDS, grid_without_zero_point
+from cpt_extras.int8.fallback import describe_int8 as describe_int8
 from cpt_extras.int8.layers import conv2d_on_codes, linear_on_codes, product_on_codes
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
@@ -77,7 +77,9 @@ def conv2d(
         return None
     rest, more = options
     geometry = convolution_geometry(*rest, **more)
-    has_one_range = grid_without_zero_point(precision.quantizers["input"]) in ONE_RANGE
+    has_one_range = (
+        grid_without_zero_point(precision.quantizers["input"]) in ONE_RANGE_GRIDS
+    )
     if geometry is None or not _has_windows(x, weight, geometry) or not has_one_range:
         return None
     return conv2d_on_codes(precision, *operands, *geometry, weight_role=weight_role)

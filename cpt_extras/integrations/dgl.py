@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cpt_core.graphs.functional import Features, check_in_degrees, graph_conv, sage_conv
 from cpt_core.graphs.graph import Graph, as_graph
+from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.graph_handlers import GRAPH_LAYERS, GraphLayer
 
 
@@ -68,12 +69,16 @@ def sage_conv_forward(
 
 
 def _graph_conv_reason(module: GraphConv) -> str:
-    return "" if module.weight is not None else "it has no weight of its own"
+    if module.weight is not None:
+        return ""
+    return FallbackReason.NO_GRAPH_WEIGHT.describe()
 
 
 def _sage_conv_reason(module: SAGEConv) -> str:
-    kind = module._aggre_type
-    return "" if kind == "mean" else f"its aggregator {kind!r} has no quantised form"
+    aggregator = module._aggre_type
+    if aggregator == "mean":
+        return ""
+    return FallbackReason.UNSUPPORTED_AGGREGATOR.describe(aggregator=aggregator)
 
 
 GRAPH_LAYERS[GraphConv] = GraphLayer(

@@ -38,7 +38,7 @@ def test_shares_are_those_of_what_runs(float32):
         k.removesuffix(" (products)"): v for k, v in found.float32_shares.items()
     } == plain
     assert {r.name: r.reason for r in found.float32} == dict.fromkeys(
-        float32, "left out"
+        float32, "not selected by quantize_"
     )
     assert set(plain) == set(float32)
 
@@ -47,7 +47,8 @@ def test_the_print_says_the_share_of_float32():
     model = cpt.quantize_(net(), cpt.QuantConfig(float32=("attend",)))
     lines = str(cpt.summary(model, X)).splitlines()
     assert any(
-        line.startswith("attend ") and line.endswith("27.8%  float32 (left out)")
+        line.startswith("attend ")
+        and line.endswith("27.8%  float32 (not selected by quantize_)")
         for line in lines
     )
     assert (

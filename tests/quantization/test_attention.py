@@ -189,5 +189,5 @@ def test_fused_kinds_may_stay_in_float32():
     model = unknown_attention()
     quantize_(model, QuantConfig(float32=("*.attention.self",)))
     assert {r.reason for r in summary(model).rows if ".attention.self" in r.name} == {
-        "left out"
+        "not selected by quantize_"
     }

@@ -134,7 +134,7 @@ def test_parts_of_a_layer_follow_it():
         "conv2.fc_self": True,
         "out": True,
     }
-    assert rows["conv1.fc_self"].reason == "left out"
+    assert rows["conv1.fc_self"].reason == "not selected by quantize_"
     with pytest.raises(
         ValueError, match=r"'\*\.fc_self' matches part of 'conv1'; name it"
     ):

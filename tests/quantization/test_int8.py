@@ -1,4 +1,4 @@
-"""Products on codes: as exact as the simulation, and the same in every other respect."""
+"""Products int8 matmuls: as exact as the simulation, and the same in every other respect."""
 
 import copy
 from contextlib import nullcontext
@@ -424,7 +424,7 @@ def test_an_lstm_without_an_integer_form_stays_simulated(
     with torch.autograd.profiler.profile() as profile:
         passes(model, torch.randn(7, 4, 12))
     assert not any(event.name == "aten::_int_mm" for event in profile.function_events)
-    assert f"on codes: none (forward simulated: {why}" in str(cpt.summary(model))
+    assert f"int8 matmuls: none (forward simulated: {why}" in str(cpt.summary(model))
 
 
 OTHER_MATMULS = {
@@ -502,22 +502,25 @@ def test_summary_says_what_stays_simulated():
     )
     model = nn.Sequential(*layers)
     text = str(cpt.summary(cpt.quantize_(model, cpt.QuantConfig(execution="integer"))))
-    assert "forward simulated: it has 4 groups" in text
+    assert "forward simulated: convolution with 4 groups" in text
     assert (
-        "on codes: forward, weight (error simulated: weights have a range per channel)"
+        "int8 matmuls: forward, weight (error simulated: weights have a range per channel)"
         in text
     )
     assert (
-        "on codes: forward (error simulated: weights have a range per row; weight simulated: gradients of"
+        "int8 matmuls: forward (error simulated: weights have a range per row; weight simulated: gradients of"
         in text
     )
     assert (
-        "on codes: forward (error simulated: weights have a range per row; weight simulated: every step"
+        "int8 matmuls: forward (error simulated: weights have a range per row; weight simulated: every time step"
         in text
     )
-    assert "on codes: none (forward simulated: a Conv1d has no integer form" in text
+    assert (
+        "int8 matmuls: none (forward simulated: Conv1d has no int8 implementation"
+        in text
+    )
     cpt.restore_(model)
-    assert "codes" not in str(cpt.summary(cpt.quantize_(model)))
+    assert "int8" not in str(cpt.summary(cpt.quantize_(model)))
 
 
 def kept(model, *inputs):

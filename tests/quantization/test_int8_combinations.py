@@ -20,6 +20,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_extras.int8.execution import multiplies_integers
 
 STEPS = 6
@@ -64,12 +65,8 @@ def trained(model, call=None):
 @pytest.fixture
 def slow(monkeypatch):
     """A machine without instructions for products of 8-bit integers."""
-    monkeypatch.setattr(
-        "cpt_extras.int8.execution.has_fast_int8", lambda device: False
-    )
-    monkeypatch.setattr(
-        "cpt_extras.int8.fallback.has_fast_int8", lambda device: False
-    )
+    monkeypatch.setattr("cpt_extras.int8.execution.has_fast_int8", lambda device: False)
+    monkeypatch.setattr("cpt_extras.int8.fallback.has_fast_int8", lambda device: False)
     monkeypatch.setattr("cpt_extras.int8.execution._warned_devices", set())
 
 
@@ -112,14 +109,12 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
     rows = [row for row in cpt.summary(model).rows if row.quantized]
     reasons = {reason for row in rows for reason in row.simulated.values()}
     assert len(rows) == 3
-    assert reasons == {"auto: this device does not multiply codes"}
+    assert reasons == {FallbackReason.NO_FAST_INT8.describe()}
     assert all(len(row.simulated) == 3 for row in rows)
-    assert "forward simulated: auto: this device does not multiply codes" in str(
+    assert f"forward simulated: {FallbackReason.NO_FAST_INT8.describe()}" in str(
         cpt.summary(model)
     )
-    monkeypatch.setattr(
-        "cpt_extras.int8.execution.has_fast_int8", lambda device: True
-    )
+    monkeypatch.setattr("cpt_extras.int8.execution.has_fast_int8", lambda device: True)
     with cpt.precision(model, 4):
         assert "execution=auto, " in repr(model)
         assert multiplies_integers(model[0].precision, pictures())

@@ -181,7 +181,7 @@ def test_layers_compute_what_the_simulation_does(name, config):
             0,
             1,
             1,
-            "forward, error, weight, aggregation (aggregation error simulated: a mean ",
+            "forward, error, weight, aggregation (aggregation error simulated: the mean ",
         ),
         (
             SAGEConv(9, 6),
@@ -219,7 +219,7 @@ def test_what_summary_says_on_codes_runs_on_codes(
         ran.count("cpt::sum_neighbours"),
     )
     assert counted == (products, sums, integer_sums)
-    assert f"on codes: {said}" in str(cpt.summary(model))
+    assert f"int8 matmuls: {said}" in str(cpt.summary(model))
 
 
 def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):

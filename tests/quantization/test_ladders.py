@@ -487,17 +487,17 @@ def test_inputs_of_a_program_may_have_another_format_and_its_weights_not(
     [
         (
             MX,
-            "on codes: none (forward simulated: at level 1 the activation is in mxfp4:partial=1",
+            "int8 matmuls: none (forward simulated: at level 1 the activation is in mxfp4:partial=1",
         ),
         (
             {1: "affine4", 3: "nvfp4"},
-            "on codes: none (forward simulated: at level 3 the activation is in nvfp4",
+            "int8 matmuls: none (forward simulated: at level 3 the activation is in nvfp4",
         ),
         (
             {"weight": None, "activation": None, "gradient": {8: "e4m3"}},
-            "on codes: forward (error simulated: at level 8 the error is in e4m3",
+            "int8 matmuls: forward (error simulated: at level 8 the error is in e4m3",
         ),
-        ({1: "affine4", 2: "affine8"}, "on codes: forward, error, weight"),
+        ({1: "affine4", 2: "affine8"}, "int8 matmuls: forward, error, weight"),
     ],
 )
 def test_summary_calls_products_in_other_formats_simulated(ladder, said):
