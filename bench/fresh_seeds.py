@@ -14,10 +14,11 @@ from cpt_extras.files import write_text
 from cpt_lab.analysis.preregistered import data_of, fresh, replicated_effects
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir, runs_dir
-from cpt_lab.sweeps.row_format import Row, load_rows
+from cpt_lab.sweeps.result_row import ResultRow
+from cpt_lab.sweeps.row_format import load_rows
 
 
-def complete(grid: str) -> list[Row]:
+def complete(grid: str) -> list[ResultRow]:
     """Return the rows of a grid with fresh seeds, or none where some are missing, or its data were others."""
     store = runs_dir() / "verdicts" / f"{grid}.jsonl"
     if not store.is_file():

@@ -798,7 +798,7 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
             "error": errors[job.spec.arm],
         }
 
-    monkeypatch.setattr("cpt_lab.sweeps.worker._row", fail)
+    monkeypatch.setattr("cpt_lab.sweeps.worker._trained_row", fail)
     words = [
         "digits/mlp6",
         "--scale",

@@ -138,8 +138,8 @@ def test_the_row_of_a_run_on_a_gpu_says_what_was_captured(monkeypatch):
     spec = demo()
     run = train(task_of(spec), spec)
     monkeypatch.setattr(worker, "peak_memory", lambda device: 1)
-    assert worker._results(run, "cuda")["captured"] == {
+    assert worker._result_fields(run, "cuda")["captured"] == {
         "steps": 0,
         "why_not": "the device is cpu",
     }
-    assert "captured" not in worker._results(run, "cpu")
+    assert "captured" not in worker._result_fields(run, "cpu")

@@ -7,7 +7,8 @@ import pandas as pd
 
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.data.report import DataReport, count_of
-from cpt_lab.sweeps.row_format import Row, load_rows
+from cpt_lab.sweeps.result_row import ResultRow
+from cpt_lab.sweeps.row_format import load_rows
 from cpt_lab.sweeps.stores import load_data_report, place
 
 TITLE = "What was read of"
@@ -16,7 +17,7 @@ NOT_STORED = "the report of these rows is not stored beside them"
 
 
 def stored_reports(
-    files: Iterable[Path], rows: Iterable[Row] | None = None
+    files: Iterable[Path], rows: Iterable[ResultRow] | None = None
 ) -> tuple[list[DataReport], list[str]]:
     """Return the different data reports that rows name, and a sentence for each that cannot be read.
 

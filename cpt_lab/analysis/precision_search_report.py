@@ -31,7 +31,7 @@ from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir
-from cpt_lab.sweeps.row_format import Row
+from cpt_lab.sweeps.result_row import ResultRow
 
 FIGURE = "figure.png"
 ALT = "difference to float32 against bit operations: static bits, schedules, fewer bits for gradients"
@@ -82,7 +82,7 @@ def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[Ru
 def try_recipe(
     recipe: Recipe,
     scale: str,
-    run: Callable[[list[RunSpec], Path], list[Row]],
+    run: Callable[[list[RunSpec], Path], list[ResultRow]],
     *,
     at_once: int,
     minutes: float = 10,
@@ -101,7 +101,7 @@ def try_recipe(
         RuntimeError: when a run fails: the reason, and the log.
     """
     store, unit, title, of = _folder(recipe, scale) / "rows.jsonl", "", "", ""
-    tried_rows: list[Row] = []
+    tried_rows: list[ResultRow] = []
 
     def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
         nonlocal unit, title, of

@@ -20,7 +20,7 @@ from cpt_lab.analysis.run_table import committed, table
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, interval_bar, subplots
 from cpt_lab.experiments.grids import grid_specs, studies
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.sweeps.row_format import Row
+from cpt_lab.sweeps.result_row import ResultRow
 
 LEVEL = 0.05  # of the tests of a study together
 EVALUATED_ALIKE = "outcome if both sides are evaluated alike"  # header of the column, see ``Answer.by_rule``
@@ -342,7 +342,7 @@ def data_of(grid: str) -> list[tuple[RunSpec, str]]:
     return [(spec, checksum) for (_, checksum), spec in of.items() if checksum]
 
 
-def replicated_effects(grid: str, rows: Iterable[Row]) -> list[ReplicatedEffect]:
+def replicated_effects(grid: str, rows: Iterable[ResultRow]) -> list[ReplicatedEffect]:
     """Return the primary effects that rest on a grid, from committed rows and from those of ``fresh(grid)``."""
     known, keys = committed(), [spec.key for spec in grid_specs(grid)]
     again = table(rows)

@@ -21,7 +21,8 @@ from cpt_lab.analysis.metrics import METRICS, main_metric, metric_named, worst_v
 from cpt_lab.experiments.spec import savings_of
 from cpt_lab.numerics import numerics_of, warn_of_other_numerics
 from cpt_lab.paths import ROOT, results_dir, runs_dir
-from cpt_lab.sweeps.stores import Row, load_rows, newest
+from cpt_lab.sweeps.result_row import ResultRow, column_types
+from cpt_lab.sweeps.stores import load_rows, newest
 
 TYPES = {
     "arm": "string",
@@ -36,19 +37,19 @@ TYPES = {
     "q_min": "Int64",
     "q_max": "Int64",
     "q_grad": "Int64",
-    "relative_cost": "float64",
-    "noise_exposure": "float64",
-    "share_at_q_min": "float64",
-    "status": "string",
-    "seconds": "float64",
-    "steps": "Int64",
+    **column_types(
+        "relative_cost",
+        "noise_exposure",
+        "share_at_q_min",
+        "status",
+        "seconds",
+        "steps",
+    ),
     "bitops": "float64",
-    "device": "string",
+    **column_types("device"),
     "started": "string",
     "commit": "string",
-    "title": "string",
-    "error": "string",
-    "key": "string",
+    **column_types("title", "error", "key"),
     "aggregation": "string",
     "recipe_but_aggregation": "string",
     "recipe_but_cycles": "string",
@@ -68,10 +69,10 @@ TYPES = {
     "last_loss": "float64",
     "valid": "float64",
     "diverged": "bool",
-    "data_checksum": "string",
+    **column_types("data_checksum"),
     "dirty": "boolean",
     "torch": "string",
-    "store": "string",
+    **column_types("store"),
 }
 
 # failures that say nothing of the arm: memory, time, files, libraries, network, the device, the end of the process
@@ -117,7 +118,7 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
     return found if every_rate else tuned(found)
 
 
-def _read(files: Iterable[Path]) -> list[Row]:
+def _read(files: Iterable[Path]) -> list[ResultRow]:
     return [
         {**row, "store": _place(file), "title": _title(row, file)}
         for file in files
@@ -125,7 +126,7 @@ def _read(files: Iterable[Path]) -> list[Row]:
     ]
 
 
-def _title(row: Row, file: Path) -> str:
+def _title(row: ResultRow, file: Path) -> str:
     """Call what is kept by what it is: to the run it was data of the user's own."""
     title = str(row.get("title", ""))
     if file.parent == results_dir():
@@ -134,9 +135,9 @@ def _title(row: Row, file: Path) -> str:
     return title
 
 
-def _of_one_data(rows: list[Row]) -> list[Row]:
+def _of_one_data(rows: list[ResultRow]) -> list[ResultRow]:
     """Keep, of every recipe, the rows on the data that most have (the newest of equally many), and those on none."""
-    recipes: dict[str, list[Row]] = defaultdict(list)
+    recipes: dict[str, list[ResultRow]] = defaultdict(list)
     for row in (
         rows
     ):  # a data set may have several checksums for good: recipes take parts of it
@@ -191,7 +192,7 @@ def committed(*names: str) -> pd.DataFrame:
     )
 
 
-def table(rows: Iterable[Row]) -> pd.DataFrame:
+def table(rows: Iterable[ResultRow]) -> pd.DataFrame:
     """Return one line per run: arm, seed, settings, costs, status and the test metrics.
 
     ``diverged`` marks runs that broke: their loss, an evaluation or a weight was not finite, or an error of their own
@@ -234,7 +235,7 @@ def _with_further_columns(tabulate: Any) -> Any:
     """
 
     @wraps(tabulate)
-    def with_further_columns(rows: Iterable[Row]) -> pd.DataFrame:
+    def with_further_columns(rows: Iterable[ResultRow]) -> pd.DataFrame:
         rows = list(rows)
         found = tabulate(rows)
         recipes = [row["spec"]["recipe"] for row in rows]
@@ -267,7 +268,7 @@ table = _with_further_columns(
 )  # not above it: rules have the fingerprint of the function without these columns
 
 
-def _count_diverged(lines: list[dict[str, Any]], rows: list[Row]) -> None:
+def _count_diverged(lines: list[dict[str, Any]], rows: list[ResultRow]) -> None:
     """Give the lines of runs that diverged the worst value of their task in every metric that their data set has."""
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for line, row in zip(lines, rows, strict=True):
@@ -316,7 +317,7 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _outcome(row: Row) -> dict[str, Any]:
+def _outcome(row: ResultRow) -> dict[str, Any]:
     """What a row says of a run but its spec and its metrics."""
     nan, where = float("nan"), row["provenance"]
     failed = row["status"] == "failed" and not OUTSIDE.search(row.get("error", ""))
@@ -346,7 +347,7 @@ def _outcome(row: Row) -> dict[str, Any]:
     }
 
 
-def _metrics(row: Row) -> dict[str, float]:
+def _metrics(row: ResultRow) -> dict[str, float | None]:
     """The test metrics of a row by the names of their columns, and the main one on held-out data as "valid"."""
     main = main_metric(row["spec"]["recipe"]["task"]).name
     out = {}
@@ -417,7 +418,7 @@ def _recipe_key(recipe: dict[str, Any], *but: str) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _share_at_q_min(row: Row) -> float:
+def _share_at_q_min(row: ResultRow) -> float:
     """Share of the steps at the q_min of the experiment: of static precisions, only the lowest has any."""
     schedule = row["spec"]["schedule"]
     if schedule["kind"] == "static":

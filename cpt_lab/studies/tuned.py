@@ -142,7 +142,7 @@ def held_out(study: Tuned, case: str) -> dict[str, dict[tuple[float, str], float
         OUTPUTS[study.case(case).dataset],
     )
 
-    def quality(row: dict[str, Any], precision: str) -> float:
+    def quality(row: Mapping[str, Any], precision: str) -> float:
         found = {
             (m["name"], m["precision"]): m["value"]
             for m in row.get("metrics", ())

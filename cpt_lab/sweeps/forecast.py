@@ -19,6 +19,7 @@ from cpt_lab.experiments.grids import Selection, find_grids
 from cpt_lab.experiments.schema import SCALES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.step_timing import Calibration, cached_timing, measure
 from cpt_lab.training.device import DEVICES, device_name, usual_device
 
@@ -114,7 +115,7 @@ def _price(
     found: Calibration | None,
     specs: list[RunSpec],
     missing: list[RunSpec],
-    rows: list[stores.Row],
+    rows: list[ResultRow],
     device: str,
 ) -> dict[str, float]:
     """What is known of bit operations, hours, disk; the last two are 0 where no run is missing."""
@@ -161,7 +162,7 @@ def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
     )
 
 
-def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None:
+def _seconds(spec: RunSpec, rows: list[ResultRow], device: str) -> float | None:
     """Median time of the stored runs of a recipe on this kind of device."""
     here = device_name(usual_device(device, spec))
     recipe = spec.to_dict()["recipe"]

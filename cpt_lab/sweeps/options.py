@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from cpt_core.validation import check_choice, check_int, check_types
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import is_comparable
+from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_format import never_began
 from cpt_lab.training.device import DEVICES
 
@@ -53,7 +53,7 @@ class SweepOptions:
     progress: bool | None = None
     on_step: Callable[[RunSpec, int, float], None] | None = None
 
-    def accepts(self, row: dict[str, Any]) -> bool:
+    def accepts(self, row: ResultRow) -> bool:
         """Return whether a stored row answers for its run, so that it is not run again."""
         if row["status"] == "failed":
             return not (self.retry_failed or never_began(row))

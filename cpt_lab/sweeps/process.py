@@ -22,6 +22,7 @@ from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.resources import share_with
 from cpt_lab.signals import PASSED_ON
 from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_index import StoreIndex, index_part, remember
 from cpt_lab.sweeps.stores import StoreError
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
@@ -195,7 +196,7 @@ def record_loss(job: Job, why: str) -> Outcome:
         last = _end_of(log_file)
         with suppress(OSError), open(log_file, "a", encoding="utf-8") as f:
             f.write(f"{why}\n")
-        row = {
+        row: ResultRow = {
             **stores.describe(job.spec),
             "status": "failed",
             "error": f"{why}\n{last}",

@@ -19,41 +19,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.numerics import is_comparable, numerics_of
+from cpt_lab.sweeps.result_row import (
+    CHECKED_TYPES,
+    OUTCOME_FIELDS,
+    STATUSES,
+    ResultRow,
+)
 from cpt_lab.sweeps.row_index import index_of
 
 SCHEMA_VERSION = 1
-STATUSES = ("ok", "diverged", "failed")
-RESULT = (
-    "status",
-    "metrics",
-    "bitops",
-    "steps",
-    "loss",
-    "evaluations",
-    "data_checksum",
-)  # what a run gives
 BARE = "no digest"  # of a row that is older than they are, in a store that has no file of them
 # the beginning of a line of ours, as a dying writer leaves it
 TORN = re.compile(rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+')
-_TYPES = {
-    "key": str,
-    "status": str,
-    "spec": dict,
-    "provenance": dict,
-    "metrics": list,
-    "bitops": dict,
-    "loss": list,
-    "evaluations": list,
-    "error": str,
-    "numerics": int,
-}
 _BEGIN, _LENGTH = b'{"digest": "', 32
 _REST = len(_BEGIN) + _LENGTH + len(b'", ')
-Row = dict[str, Any]
 
 
 class NotIntactWarning(UserWarning):
@@ -86,14 +68,14 @@ def digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:_LENGTH]
 
 
-def canonical(row: Row) -> bytes:
+def canonical(row: ResultRow) -> bytes:
     """Return the text that the digest of a row is of."""
     return json.dumps(
         {k: v for k, v in row.items() if k != "digest"}, sort_keys=True, allow_nan=False
     ).encode()
 
 
-def line_of(row: Row) -> bytes:
+def line_of(row: ResultRow) -> bytes:
     """Return the line of a row, its digest first; ValueError for a number that is not finite, and for another's key."""
     if reason := _wrong(row):
         raise ValueError(f"this is no row: {reason}")
@@ -101,11 +83,12 @@ def line_of(row: Row) -> bytes:
     return _BEGIN + digest(text).encode() + b'", ' + text[1:] + b"\n"
 
 
-def _wrong(row: Row) -> str:
+def _wrong(row: ResultRow) -> str:
     """Say what no row has: another type, a status of its own, the key of another spec."""
-    for name, kind in _TYPES.items():
-        if name in row and not isinstance(row[name], kind):
-            return f"{name} is {json.dumps(row[name])[:60]}, no {kind.__name__}"
+    for name, kind in CHECKED_TYPES.items():
+        value = row.get(name)
+        if name in row and not isinstance(value, kind):
+            return f"{name} is {json.dumps(value)[:60]}, no {kind.__name__}"
     if row["status"] not in STATUSES:
         return f"status {row['status']!r} is none of {', '.join(STATUSES)}"
     if row["key"] != (key := key_of(row["spec"])):
@@ -114,7 +97,7 @@ def _wrong(row: Row) -> str:
 
 
 # --- a store, read --------------------------------------------------------------------------------
-def load_rows(store: Path) -> list[Row]:
+def load_rows(store: Path) -> list[ResultRow]:
     """Return the newest row of every key, in the order the keys first appeared; a torn last line is left out.
 
     Warns:
@@ -155,12 +138,12 @@ def linked_file(store: Path) -> Path:
     return Path(os.path.realpath(store)) if store.is_symlink() else store
 
 
-def find_row(store: Path, key: str) -> Row | None:
+def find_row(store: Path, key: str) -> ResultRow | None:
     """Return the row of one run that counts."""
     return look(store, key)[0]
 
 
-def look(store: Path, key: str) -> tuple[Row | None, int, bool]:
+def look(store: Path, key: str) -> tuple[ResultRow | None, int, bool]:
     """Return the row of a run that counts, how many bytes the whole rows are, and whether the last has its line's end.
 
     Rows of other runs are passed over, not parsed, but for the last: the file may be no store at all. What this process
@@ -181,14 +164,17 @@ def look(store: Path, key: str) -> tuple[Row | None, int, bool]:
     return newest(matching).get(key), size, ended
 
 
-def _read_all(*stores: Path) -> tuple[list[Row], Integrity]:
+def _read_all(*stores: Path) -> tuple[list[ResultRow], Integrity]:
     """Return the rows of stores that count, several of one key if there are, and what all their lines are worth."""
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     faults: list[str] = []
     doubts: list[str] = []
     bare = 0
     for store in stores:
-        judge, results = Judge(store), dict[tuple[str, int | None], tuple[int, Row]]()
+        judge, results = (
+            Judge(store),
+            dict[tuple[str, int | None], tuple[int, ResultRow]](),
+        )
         for number, line in enumerate(_lines(store), 1):
             row, fault = judge.row(number, line)
             if fault and fault != BARE:
@@ -201,7 +187,7 @@ def _read_all(*stores: Path) -> tuple[list[Row], Integrity]:
                     (row["key"], numerics_of(row)), (number, row)
                 )
                 if other is not row and any(
-                    other.get(name) != row.get(name) for name in RESULT
+                    other.get(name) != row.get(name) for name in OUTCOME_FIELDS
                 ):
                     doubts.append(
                         f"{store}, lines {first} and {number} have different results of run {row['key']}"
@@ -255,7 +241,7 @@ class Judge:
             else frozenset()
         )
 
-    def row(self, number: int, line: bytes) -> tuple[Row, str]:
+    def row(self, number: int, line: bytes) -> tuple[ResultRow, str]:
         """Return the row of a line without its digest, and what is wrong with it: "", or ``BARE`` if nobody can tell.
 
         ValueError names the line of what is no JSON, or no row of this schema.
@@ -276,7 +262,7 @@ class Judge:
             raise ValueError(f"{self.store}, line {number} has no {', '.join(missing)}")
         return row, self._fault(line, row)
 
-    def _fault(self, line: bytes, row: Row) -> str:
+    def _fault(self, line: bytes, row: ResultRow) -> str:
         given = row.pop("digest", None)
         if reason := _wrong(row):
             return reason
@@ -297,7 +283,7 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def never_began(row: Row) -> bool:
+def never_began(row: ResultRow) -> bool:
     """Return whether a failed row says nothing of its run: earlier versions kept one where no process could start.
 
     They did so for a script without ``if __name__ == "__main__":``. Nothing but the process's end is known of it.
@@ -309,14 +295,14 @@ def never_began(row: Row) -> bool:
 
 
 # --- which row counts -----------------------------------------------------------------------------
-def newest(rows: Iterable[Row]) -> dict[str, Row]:
+def newest(rows: Iterable[ResultRow]) -> dict[str, ResultRow]:
     """Return the row of every key that counts: the one rule for all who read rows, of one store or of several.
 
     A finished row counts before a failed one, one of the numerics of this package before those of others, one from a
     clean tree before any other, then the one that started last; of rows that agree in all this, one chosen by its
     content. In which order, or in which file, they come says nothing.
     """
-    out: dict[str, Row] = {}
+    out: dict[str, ResultRow] = {}
     for row in rows:
         held = out.get(row["key"])
         if (
@@ -328,7 +314,7 @@ def newest(rows: Iterable[Row]) -> dict[str, Row]:
     return out
 
 
-def _rank(row: Row) -> tuple[bool, bool, bool, str]:
+def _rank(row: ResultRow) -> tuple[bool, bool, bool, str]:
     where = row.get("provenance", {})
     return (
         row["status"] != "failed",
@@ -338,7 +324,7 @@ def _rank(row: Row) -> tuple[bool, bool, bool, str]:
     )
 
 
-def _content(row: Row) -> str:
+def _content(row: ResultRow) -> str:
     return json.dumps(
         {name: value for name, value in row.items() if name != "store"}, sort_keys=True
     )

@@ -71,12 +71,13 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     path = runs_dir() / "calibration.json"
     with tempfile.TemporaryDirectory() as folder:
         job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
-        row = supervise(job, work=_measure)[0].row or {}
-    if "error" in row:
+        outcome = supervise(job, work=_measure)[0]
+    measurement = outcome.measurement or dict[str, Any](outcome.row or {})
+    if "error" in measurement:
         raise RuntimeError(
-            f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}"
+            f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {measurement['error']}"
         )
-    found = Calibration(**row)
+    found = Calibration(**measurement)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
@@ -134,10 +135,11 @@ def _measure(
     from cpt_lab.sweeps.worker import Outcome
 
     try:
-        row = asdict(_steps(job.spec, usual_device(job.options.device, job.spec)))
+        device = usual_device(job.options.device, job.spec)
+        measurement = asdict(_steps(job.spec, device))
     except Exception as error:
-        row = {"error": f"{type(error).__name__}: {error}"}
-    return [Outcome(job.spec.key, "ran", row)]
+        measurement = {"error": f"{type(error).__name__}: {error}"}
+    return [Outcome(job.spec.key, "ran", measurement=measurement)]
 
 
 def _steps(spec: RunSpec, device: str) -> Calibration:

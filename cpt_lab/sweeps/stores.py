@@ -31,15 +31,15 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.numerics import numerics_of
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source
+from cpt_lab.sweeps.result_row import STATUSES as STATUSES
+from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_format import (
     SCHEMA_VERSION,
     TORN,
-    Row,
     line_of,
     linked_file,
     look,
 )
-from cpt_lab.sweeps.row_format import STATUSES as STATUSES
 from cpt_lab.sweeps.row_format import find_row as find_row
 from cpt_lab.sweeps.row_format import load_rows as load_rows
 from cpt_lab.sweeps.row_format import newest as newest
@@ -114,7 +114,7 @@ def claim(
 
 
 # --- rows -----------------------------------------------------------------------------------------
-def append_row(store: Path, row: Row) -> Row:
+def append_row(store: Path, row: ResultRow) -> ResultRow:
     """Append a row as one line and return the row that counts.
 
     A finished row of the same run and numerics stays: then nothing is appended, and that row is returned. The torn
@@ -229,7 +229,7 @@ def _take_back(store: Path, before: int, text: bytes) -> None:
             file.write(b" " * ours)
 
 
-def settled(row: Row) -> Row:
+def settled(row: ResultRow) -> ResultRow:
     """Return a row as it is stored: a number that is not finite is null, and its run diverged unless it failed."""
     lost: list[str] = []
     row = nan_to_none(row, lost)
@@ -321,7 +321,7 @@ def check_free(store: Path) -> None:
 
 
 def check_same_data(
-    store: Path, rows: Iterable[Row], spec: RunSpec, checksum: str
+    store: Path, rows: Iterable[ResultRow], spec: RunSpec, checksum: str
 ) -> None:
     """Refuse to go on beside rows of the same recipe that were trained on other data under the same name."""
     recipe = spec.to_dict()["recipe"]
@@ -437,17 +437,19 @@ def load_curve(store: Path | str, key: str) -> pd.DataFrame:
 
 
 # --- what is known before a run -------------------------------------------------------------------
-def describe(spec: RunSpec) -> Row:
+def describe(spec: RunSpec) -> ResultRow:
     """Return the part of a row that is known before the run: the spec, its costs and where it comes from."""
+    noise_exposure = None
+    if spec.recipe.ladder == "affine":
+        noise_exposure = spec.schedule.noise_exposure(spec.q_max)
+
     return {
         "schema": SCHEMA_VERSION,
         "key": spec.key,
         "numerics": NUMERICS,
         "spec": spec.to_dict(),
         "relative_cost": spec.relative_cost,
-        "noise_exposure": spec.schedule.noise_exposure(spec.q_max)
-        if spec.recipe.ladder == "affine"
-        else None,
+        "noise_exposure": noise_exposure,
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
         "provenance": source(),
     }

@@ -32,9 +32,9 @@ from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import check_start, supervise
 from cpt_lab.sweeps.progress import Live, Signals, note
+from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_format import linked_file
 from cpt_lab.sweeps.step_timing import cached_timing, measure, runs_per_gpu
-from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
@@ -50,7 +50,7 @@ def run_grid(
     store: Path | str,
     options: SweepOptions | None = None,
     **changes: Any,
-) -> list[Row]:
+) -> list[ResultRow]:
     """Run what the store does not hold yet and return the rows of all specs, in order.
 
     A run, or several of a seed side by side, has a process of its own, and every run a claim that other sweeps respect
@@ -114,7 +114,7 @@ def run_grid(
     return rows
 
 
-def _warn_of_old_rows(store: Path, rows: list[Row], missing: int) -> None:
+def _warn_of_old_rows(store: Path, rows: list[ResultRow], missing: int) -> None:
     """Warn that rows of other numerics answer for their runs, and say how to make them again."""
     counts = count_numerics(rows)
     if set(counts) <= {NUMERICS}:
@@ -164,7 +164,7 @@ def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
 def _check_data(
     specs: list[RunSpec],
     todo: list[RunSpec],
-    rows: Iterable[Row],
+    rows: Iterable[ResultRow],
     store: Path,
     options: SweepOptions,
 ) -> None:

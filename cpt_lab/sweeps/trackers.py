@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cpt_core.validation import check_choice
-from cpt_lab.sweeps.stores import Row, claim, load_curve, place
+from cpt_lab.sweeps.result_row import ResultRow
+from cpt_lab.sweeps.stores import claim, load_curve, place
 
 PROJECT = "cpt"
 MLFLOW_BATCH = 1000  # metrics in one request, the most that MLflow takes
@@ -127,7 +128,7 @@ class Sender:
             reason = f"{tracker} cannot be imported ({error}); get it with: pip install {tracker}"
             raise ImportError(reason) from error
 
-    def __call__(self, store: Path, rows: Iterable[Row]) -> int:
+    def __call__(self, store: Path, rows: Iterable[ResultRow]) -> int:
         """Send the rows that are new, up to the first that the client does not take; return how many were sent."""
         sent = 0
         for row in rows:
@@ -145,7 +146,7 @@ class Sender:
                 )
         return sent
 
-    def _send_once(self, store: Path, row: Row) -> bool:
+    def _send_once(self, store: Path, row: ResultRow) -> bool:
         """Send a row that was not sent before, and that no other process sends now; return whether it was sent."""
         folder = place(store, self.tracker, row["key"])
         with claim(store, f"{row['key']}.{self.tracker}") as is_mine:
@@ -160,7 +161,7 @@ class Sender:
             partial.rename(folder)
         return True
 
-    def _tracked_run(self, store: Path, row: Row, folder: Path) -> TrackedRun:
+    def _tracked_run(self, store: Path, row: ResultRow, folder: Path) -> TrackedRun:
         spec = row["spec"]
         params = {
             name: str(value)
@@ -184,5 +185,5 @@ class Sender:
         return TrackedRun(_name(row), params, final, curve, folder)
 
 
-def _name(row: Row) -> str:
+def _name(row: ResultRow) -> str:
     return f"{row['spec']['arm']}, seed {row['spec']['seed']}"

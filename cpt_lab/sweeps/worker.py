@@ -1,4 +1,8 @@
-"""Runs of a sweep: claimed, trained, stored - in this process, or in one of their own that may die alone.
+"""Training of the runs of a job: claim each run, train it, append its result row.
+
+``Job`` names one run, or several of one seed that train side by side; ``run_all`` trains them in the calling process.
+``cpt_lab.sweeps.process`` calls it in a process of its own, which may die without harm to other runs. ``follow`` is the
+part of the processes that torchrun started beside the first one.
 
 >>> job = Job(spec, Path("runs/demo/image.jsonl"))  # doctest: +SKIP
 >>> [outcome.row["status"] for outcome in run_all(job)]  # doctest: +SKIP
@@ -7,11 +11,12 @@
 
 import itertools
 import logging
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,7 +25,8 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.provenance import machine, versions
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.options import SweepOptions
-from cpt_lab.sweeps.stores import Row, StoreError
+from cpt_lab.sweeps.result_row import MetricValue, ResultRow, Status
+from cpt_lab.sweeps.stores import StoreError
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training import processes
 from cpt_lab.training.batched_runs import Steps, alone, together
@@ -33,50 +39,65 @@ from cpt_lab.training.device import (
 )
 from cpt_lab.training.train import Run, Stopped, steps_of
 
-WAIT_SECONDS = (
-    60.0  # for a run that another sweep has, before a worker looks after its other runs
-)
+# How long a worker waits for a run that another sweep has claimed, before it goes on with its other runs.
+WAIT_SECONDS = 60.0
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, or several of a seed, and how to run them."""
+    """One run, or several of one seed, and how to run them."""
 
     spec: RunSpec
-    store: Path  # the file its row goes to
-    options: SweepOptions = field(default_factory=SweepOptions)  # of its sweep
-    gpu: int | None = (
-        None  # which of the visible GPUs the process sees; None for all of them
+    store: Path  # the file that the result row is appended to
+    options: SweepOptions = field(default_factory=SweepOptions)  # options of the sweep
+    gpu: int | None = None  # index of the only visible GPU; None leaves all visible
+    sharing: int = (
+        1  # number of runs that share the cores and the memory of the machine
     )
-    sharing: int = 1  # how many runs share the cores and the memory of its machine
-    wait: bool = False  # while another sweep has the run, wait for it a while before returning "busy"
+    wait: bool = (
+        False  # wait for a run that another sweep has claimed, before returning "busy"
+    )
     beside: tuple[
         RunSpec, ...
-    ] = ()  # runs that train side by side with it, in the same process
+    ] = ()  # runs that train in lockstep with it, in one process
 
     def each(self) -> list["Job"]:
-        """Return a job for every run, beside the others."""
-        runs = (self.spec, *self.beside)
+        """Split the job into one job per run; each lists the other runs in ``beside``."""
+        specs = (self.spec, *self.beside)
         return [
-            replace(self, spec=spec, beside=(*runs[:i], *runs[i + 1 :]))
-            for i, spec in enumerate(runs)
+            replace(self, spec=spec, beside=specs[:i] + specs[i + 1 :])
+            for i, spec in enumerate(specs)
         ]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: "ran" or "held" (the store has it) with its row; "busy" elsewhere, or "stopped"."""
+    """Result of one run of a job: its status, and the row that counts if there is one.
+
+    "ran": trained here, also if it failed; "held": the store had its row already; "busy": another process has claimed
+    it; "stopped": interrupted, with a checkpoint.
+    """
 
     key: str
     status: Literal["ran", "held", "busy", "stopped"]
-    row: Row | None = None
+    row: ResultRow | None = None
+    measurement: dict[str, Any] | None = None  # for ``step_timing`` alone
+
+
+def never_stop() -> bool:
+    """Return False: the ``should_stop`` of a run that nobody interrupts."""
+    return False
+
+
+def ignore_start(key: str) -> None:
+    """Do nothing: the ``on_start`` of a run whose start nobody waits for."""
 
 
 def run_all(
     job: Job,
-    should_stop: Callable[[], bool] = lambda: False,
-    on_start: Callable[[str], None] = lambda key: None,
+    should_stop: Callable[[], bool] = never_stop,
+    on_start: Callable[[str], None] = ignore_start,
 ) -> list[Outcome]:
     """Run a job in this process and append its rows; a run that raises becomes a row with status "failed".
 
@@ -84,35 +105,38 @@ def run_all(
     loses nothing but the time since its last checkpoint. The claim on the run is held until the end.
 
     Args:
+        job: the run, or the runs that train side by side.
         should_stop: asked after every step; the run then writes its checkpoint and ends.
-        on_start: called with the key of a run that is this process's to do.
+        on_start: called with the key of a run that this process has claimed and is about to train.
 
     Raises:
-        StoreError: when the store cannot be written; checkpoints are kept.
+        StoreError: when the store cannot be written; checkpoints remain on disk.
     """
-    runs = [_steps(one, should_stop, on_start) for one in job.each()]
+    runs = [_claimed_run(single, should_stop, on_start) for single in job.each()]
     return together(runs) if job.beside else [alone(runs[0])]
 
 
-def _steps(
+def _claimed_run(
     job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]
 ) -> Steps[Outcome]:
+    """Claim one run, train it step by step and append its row."""
     key, store = job.spec.key, job.store
+    seconds = WAIT_SECONDS if job.wait else 0.0
     try:
-        with stores.claim(
-            store, key, WAIT_SECONDS if job.wait else 0.0, should_stop
-        ) as mine:
-            if not mine:
+        with stores.claim(store, key, seconds, should_stop) as is_mine:
+            if not is_mine:
                 return Outcome(key, "stopped" if should_stop() else "busy")
+
             on_start(key)
-            held = stores.find_row(
-                store, key
-            )  # only now: it may have come while this process waited
-            if held is not None and job.options.accepts(held):
-                return Outcome(key, "held", held)
+            # The store is read only now: the row may have come while this process waited.
+            stored_row = stores.find_row(store, key)
+            if stored_row is not None and job.options.accepts(stored_row):
+                return Outcome(key, "held", stored_row)
+
             stores.check_free(store)
             stores.clean(store, key)
-            row = stores.append_row(store, (yield from _row(job, should_stop)))
+            new_row = yield from _trained_row(job, should_stop)
+            row = stores.append_row(store, new_row)
             if row["status"] != "failed":
                 stores.remove_checkpoints(store, {key})
             return Outcome(key, "ran", row)
@@ -126,29 +150,19 @@ def _steps(
         ) from error
 
 
-def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
+def _trained_row(job: Job, should_stop: Callable[[], bool]) -> Steps[ResultRow]:
+    """Train one run and assemble its result row, with status "failed" if the run raises."""
     spec = job.spec
     row = stores.describe(spec)
     device = job.options.device
     fix_order_of_sums()
     try:
         device = choose_device(device, spec)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
-        row["provenance"] |= {
-            "machine": machine(),
-            "kernels": getattr(backend(), device),
-        }
-        if device == "cpu":
-            row["provenance"]["products"] = backend().products
+        _add_execution(row["provenance"], job, device)
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
-        if job.beside:
-            row["provenance"]["beside"] = len(job.beside)
         if processes.count() > 1:
-            row["provenance"]["processes"] = processes.count()
             processes.tell((job, device))
-        run = yield from _trained(job, device, should_stop)
+        run = yield from _train(job, device, should_stop)
         row["provenance"]["versions"] = versions()
         stores.write_curve(job.store, spec.key, run.history)
         stores.write_data_report(job.store, run.report)
@@ -163,78 +177,109 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Steps[Row]:
             "error": traceback.format_exc(),
             "device": device_name(device),
         }
+
     log.info("%s after %.1f s", run.error or run.status, run.seconds)
-    return {**row, **_results(run, device)}
+    return {**row, **_result_fields(run, device)}
 
 
-def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Run]:
-    told = job.options.on_step
+def _add_execution(provenance: dict[str, Any], job: Job, device: str) -> None:
+    """Add the machine, the kernels and the company of a run to its provenance."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        provenance["cuda"] = cuda_provenance(job.spec.recipe)
+
+    provenance["machine"] = machine()
+    provenance["kernels"] = getattr(backend(), device)
+    if device == "cpu":
+        provenance["products"] = backend().products
+
+    if job.beside:
+        provenance["beside"] = len(job.beside)
+    if processes.count() > 1:
+        provenance["processes"] = processes.count()
+
+
+def _train(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Run]:
+    """Train one run on a device, in agreement with the other processes of torchrun."""
+    spec, options = job.spec, job.options
+
+    def report_step(step: int, model: Any, loss: float) -> None:
+        assert options.on_step is not None
+        options.on_step(spec, step, loss)
+
     with processes.agreed():
         return (
             yield from steps_of(
-                task_of(job.spec),
-                job.spec,
+                task_of(spec),
+                spec,
                 device=device,
-                checkpoint=stores.place(job.store, "checkpoints", job.spec.key),
-                checkpoint_seconds=job.options.checkpoint_seconds,
-                on_step=told and (lambda step, model, loss: told(job.spec, step, loss)),
+                checkpoint=stores.place(job.store, "checkpoints", spec.key),
+                checkpoint_seconds=options.checkpoint_seconds,
+                on_step=report_step if options.on_step else None,
                 should_stop=should_stop,
             )
         )
 
 
 def follow() -> int:
-    """Train along with the first process, run after run, until it has no more; return 0: it counts what failed."""
+    """Train along with the first process of torchrun, run after run, until it has no more.
+
+    Returns:
+        0, the exit status: the first process counts the failures.
+    """
     fix_order_of_sums()
-    while (told := processes.tell(None)) is not None:
-        job, device = told
+    while (message := processes.tell(None)) is not None:
+        job, device = message
         torch.set_num_threads(job.options.threads)
         try:
-            alone(_trained(job, device, lambda: False))
-        except (
-            Exception
-        ):  # what stopped or ended it, the first process, which has it too, says
+            alone(_train(job, device, never_stop))
+        except Exception:  # the first process has the same one, and reports it
             log.info("ended", exc_info=True)
     return 0
 
 
-def _results(run: Run, device: str) -> Row:
-    return {
-        **{
-            name: getattr(run, name)
-            for name in ("status", "metrics", "bitops", "title")
-        },
-        **({"error": run.error} if run.error else {}),
-        "steps": len(run.history["step"]),
-        "loss": _curve(run.history["loss"]),
-        "evaluations": _spread(run.history["evaluations"]),
-        "seconds": round(run.seconds, 3),
-        "device": device_name(device),
-        "peak_memory": peak_memory(device),
-        **(
-            {"captured": {"steps": run.captured, "why_not": run.why_not_captured}}
-            if device == "cuda"
-            else {}
-        ),
-        "data_checksum": run.checksum,
-        "data_report": run.report.digest,
+def _result_fields(run: Run, device: str) -> ResultRow:
+    """Return the fields of a result row that training gives."""
+    fields: ResultRow = {
+        "status": cast(Status, run.status),
+        "metrics": cast(list[MetricValue], run.metrics),
+        "bitops": run.bitops,
+        "title": run.title,
     }
+    if run.error:
+        fields["error"] = run.error
+
+    fields["steps"] = len(run.history["step"])
+    fields["loss"] = _mean_losses(run.history["loss"])
+    fields["evaluations"] = _spaced_evaluations(run.history["evaluations"])
+
+    fields["seconds"] = round(run.seconds, 3)
+    fields["device"] = device_name(device)
+    fields["peak_memory"] = peak_memory(device)
+    if device == "cuda":
+        fields["captured"] = {"steps": run.captured, "why_not": run.why_not_captured}
+
+    fields["data_checksum"] = run.checksum
+    fields["data_report"] = run.report.digest
+    return fields
 
 
-def _spread(
-    evaluations: list[dict[str, Any]], points: int = 20
+def _spaced_evaluations(
+    evaluations: list[dict[str, Any]], max_count: int = 20
 ) -> list[dict[str, Any]]:
-    """At most ``points`` of the evaluations, evenly spread, with the last; the curve file has all."""
-    every = -(-len(evaluations) // points) or 1
-    return evaluations[::-1][::every][::-1]
+    """Return at most ``max_count`` evaluations, evenly spaced, with the last; the curve file has all."""
+    stride = math.ceil(len(evaluations) / max_count) or 1
+    return evaluations[::-1][::stride][::-1]
 
 
-def _curve(losses: list[float], points: int = 20) -> list[float]:
-    """Mean training loss in ``points`` equal parts of the run: enough to see whether it fell."""
-    finite = [x for x in losses if x == x and abs(x) != float("inf")]
-    edges = [round(i * len(finite) / points) for i in range(points + 1)]
-    return [
-        round(sum(finite[a:b]) / (b - a), 5)
-        for a, b in itertools.pairwise(edges)
-        if b > a
-    ]
+def _mean_losses(losses: list[float], parts: int = 20) -> list[float]:
+    """Return the mean training loss of equal parts of a run: enough to see whether it fell."""
+    finite_losses = [loss for loss in losses if math.isfinite(loss)]
+    edges = [round(i * len(finite_losses) / parts) for i in range(parts + 1)]
+
+    means = []
+    for start, stop in itertools.pairwise(edges):
+        if stop > start:
+            mean = sum(finite_losses[start:stop]) / (stop - start)
+            means.append(round(mean, 5))
+    return means

@@ -74,7 +74,7 @@ def word_of(row, found):
     if finding.verdict in words:
         return words[finding.verdict]
     first_equal = found["loss"][0] == pytest.approx(row["loss"][0], rel=0.01)
-    exact_equal = all(found[name] == row[name] for name in verify.EXACT)
+    exact_equal = all(found[name] == row[name] for name in verify.EXACT_FIELDS)
     return EQUAL if finding.differs and first_equal and exact_equal else str(finding)
 
 

@@ -208,7 +208,7 @@ def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(
     assume(
         all(
             isinstance(row[name], kind)
-            for name, kind in row_format._TYPES.items()
+            for name, kind in row_format.CHECKED_TYPES.items()
             if name in row
         )
     )

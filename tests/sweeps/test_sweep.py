@@ -52,7 +52,7 @@ def quick(monkeypatch):
             return {**row, "status": "failed", "error": "boom"}
         return {**row, "status": "ok", "metrics": [], "steps": 10, "seconds": 1.0}
 
-    monkeypatch.setattr("cpt_lab.sweeps.worker._row", fake)
+    monkeypatch.setattr("cpt_lab.sweeps.worker._trained_row", fake)
     return ran
 
 
@@ -792,12 +792,12 @@ def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
 
 
 def test_a_row_has_twenty_points_of_a_run_with_the_last_evaluation_and_no_number_that_json_lacks():
-    assert worker._spread(list(range(3))) == [0, 1, 2]
-    assert worker._spread(list(range(50))) == list(range(1, 50, 3))
-    assert worker._curve(
+    assert worker._spaced_evaluations(list(range(3))) == [0, 1, 2]
+    assert worker._spaced_evaluations(list(range(50))) == list(range(1, 50, 3))
+    assert worker._mean_losses(
         [1.0, 2.0, float("nan"), float("inf"), 3.0, -float("inf")]
     ) == [1.0, 2.0, 3.0]
-    assert worker._curve([float(i) for i in range(40)]) == [
+    assert worker._mean_losses([float(i) for i in range(40)]) == [
         0.5 + 2 * i for i in range(20)
     ]
 
