@@ -25,6 +25,7 @@ from cpt_lab.experiments.registry import EXPERIMENTS, recipe
 from cpt_lab.experiments.schema import SCALES
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.forecast import total_bitops
+from cpt_lab.sweeps.result_row import ResultRow
 
 WITH_CUDA = [
     pytest.mark.gpu,
@@ -242,7 +243,7 @@ def pictures(seed=0, n=4):
     return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
-def row_of(spec, value, metric="accuracy", status="ok"):
+def row_of(spec, value, metric="accuracy", status="ok") -> ResultRow:
     """A row with one metric; BitOps as the schedule has them, of one product."""
     bits = spec.schedule.bits()
     point = {"split": "test", "when": "final", "precision": "q_max"}
@@ -271,7 +272,7 @@ def row_of(spec, value, metric="accuracy", status="ok"):
     }
 
 
-def kept_row(spec, value, **changes):
+def kept_row(spec, value, **changes) -> ResultRow:
     """A row with what stores and their readers ask for besides."""
     return {
         **row_of(spec, value),

@@ -1,10 +1,13 @@
-"""The lines of a store: how a row is written, what a line is worth, and which of several rows counts.  No torch.
+"""Lines of a store: serialisation of result rows, integrity checks, and the rule for which row counts. Without torch.
 
-Rows certify themselves: a digest stands in every line, so that what is not as it was written is noticed. The digest is
-the SHA-256 of the row without it, as ``json.dumps(row, sort_keys=True)`` writes it. Lines are ours when they begin with
-it; the fields of one that other programs wrote may come in any order. Rows that are older than digests have theirs in a
-file beside the store, ``NAME.sha256``, in any order. A digest tells mistakes and edits, no forgery: who writes a new
-one beside new numbers is told by the history of the file alone.
+A store is a file with one JSON object per line. ``line_of`` writes a row, ``load_rows`` and ``find_row`` read rows,
+``integrity`` counts the lines that are intact, and ``newest`` picks the row that counts where a run has several.
+
+Every line begins with a digest of its row, so that a changed line is noticed: the first 32 hex digits of the SHA-256 of
+``json.dumps(row, sort_keys=True)`` without the digest. Lines that begin with the digest were written by this package;
+another program may rewrite a line with its fields in any order. Rows that are older than digests have theirs in a file
+beside the store, ``NAME.sha256``, in any order. A digest finds mistakes and edits, not forgery: only the history of the
+file shows that somebody replaced numbers together with their digest.
 
 >>> line_of({"key": key_of({}), "spec": {}, "status": "ok"})[:57]
 b'{"digest": "bbc052f0599814d847acec357ac9b931", "key": "44'
@@ -19,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.numerics import is_comparable, numerics_of
@@ -31,193 +35,232 @@ from cpt_lab.sweeps.result_row import (
 from cpt_lab.sweeps.row_index import index_of
 
 SCHEMA_VERSION = 1
-BARE = "no digest"  # of a row that is older than they are, in a store that has no file of them
-# the beginning of a line of ours, as a dying writer leaves it
+NO_DIGEST = "no digest"  # of a row that is older than digests, in a store without a file of them
+MAX_LISTED_ROWS = 3  # rows that a warning names
+# The beginning of a line of this package, as an interrupted writer leaves it.
 TORN = re.compile(rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+')
-_BEGIN, _LENGTH = b'{"digest": "', 32
-_REST = len(_BEGIN) + _LENGTH + len(b'", ')
+_LINE_START = b'{"digest": "'
+_DIGEST_DIGITS = 32
+_ROW_START = len(_LINE_START) + _DIGEST_DIGITS + len(b'", ')
 
 
 class NotIntactWarning(UserWarning):
-    """Lines of a store do not count: they are not as they were written."""
+    """Lines of a store were changed after they were written, and do not count."""
 
 
 @dataclass(frozen=True)
 class Integrity:
-    """What the lines of stores are worth; print it: "41 of 41 rows intact"."""
+    """Number of intact lines in stores; ``str`` gives "41 of 41 rows intact" and the faults."""
 
-    rows: int = 0  # how many there are
-    bare: int = 0  # how many of them have no digest: they count, but nobody can tell whether they were changed
-    # file, line and reason of those that were, or that are no rows of ours. They do not count
-    faults: tuple[str, ...] = ()
+    rows: int = 0  # number of rows
+    bare: int = 0  # rows without a digest: they count, but nobody can tell whether they were changed
+    faults: tuple[str, ...] = ()  # file, line and reason of rows that do not count
     doubts: tuple[
         str, ...
-    ] = ()  # lines that are intact, but give other results than another line of the same run
+    ] = ()  # intact rows that contradict another row of the same run
 
     def __str__(self) -> str:
-        bare = f", {self.bare} have no digest" if self.bare else ""
-        said = f"{self.rows - self.bare - len(self.faults)} of {self.rows} rows intact{bare}"
-        return "; ".join(
-            [said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts]
-        )
+        intact = self.rows - self.bare - len(self.faults)
+        parts = [f"{intact} of {self.rows} rows intact"]
+        if self.bare:
+            parts[0] += f", {self.bare} have no digest"
+        parts += [f"does not count: {fault}" for fault in self.faults]
+        parts += self.doubts
+        return "; ".join(parts)
 
 
-# --- a row, written -------------------------------------------------------------------------------
+# --- writing a row --------------------------------------------------------------------------------
 def digest(text: bytes) -> str:
-    """Return the digest of a row as it is written."""
-    return hashlib.sha256(text).hexdigest()[:_LENGTH]
+    """Return the digest of the canonical text of a row."""
+    return hashlib.sha256(text).hexdigest()[:_DIGEST_DIGITS]
 
 
 def canonical(row: ResultRow) -> bytes:
-    """Return the text that the digest of a row is of."""
-    return json.dumps(
-        {k: v for k, v in row.items() if k != "digest"}, sort_keys=True, allow_nan=False
-    ).encode()
+    """Return the text of a row whose digest is stored: JSON with sorted keys, without the digest."""
+    fields = {name: value for name, value in row.items() if name != "digest"}
+    return json.dumps(fields, sort_keys=True, allow_nan=False).encode()
 
 
 def line_of(row: ResultRow) -> bytes:
-    """Return the line of a row, its digest first; ValueError for a number that is not finite, and for another's key."""
-    if reason := _wrong(row):
-        raise ValueError(f"this is no row: {reason}")
+    """Return the line of a row, its digest first.
+
+    Raises:
+        ValueError: when a number is not finite, a field has another type, or the key is not the hash of the spec.
+    """
+    if reason := _invalid(row):
+        raise ValueError(f"this is no result row: {reason}")
     text = canonical(row)
-    return _BEGIN + digest(text).encode() + b'", ' + text[1:] + b"\n"
+    return _LINE_START + digest(text).encode() + b'", ' + text[1:] + b"\n"
 
 
-def _wrong(row: ResultRow) -> str:
-    """Say what no row has: another type, a status of its own, the key of another spec."""
-    for name, kind in CHECKED_TYPES.items():
+def _invalid(row: ResultRow) -> str:
+    """Return why a dictionary is no result row: a type, a status or a key that no row has; "" if it is one."""
+    for name, expected_type in CHECKED_TYPES.items():
         value = row.get(name)
-        if name in row and not isinstance(value, kind):
-            return f"{name} is {json.dumps(value)[:60]}, no {kind.__name__}"
+        if name in row and not isinstance(value, expected_type):
+            return f"{name} is {json.dumps(value)[:60]}, no {expected_type.__name__}"
+
     if row["status"] not in STATUSES:
         return f"status {row['status']!r} is none of {', '.join(STATUSES)}"
-    if row["key"] != (key := key_of(row["spec"])):
+
+    key = key_of(row["spec"])
+    if row["key"] != key:
         return f"key {row['key']} is not that of its spec, {key}"
     return ""
 
 
-# --- a store, read --------------------------------------------------------------------------------
+# --- reading a store ------------------------------------------------------------------------------
 def load_rows(store: Path) -> list[ResultRow]:
-    """Return the newest row of every key, in the order the keys first appeared; a torn last line is left out.
+    """Return the newest row of every key, in the order the keys first appeared; an incomplete last line is left out.
 
     Warns:
         NotIntactWarning: about rows that were changed after they were written. They are left out: their runs count as
-            not run. And about two results of one run that differ; which one counts is said by ``newest``.
+            not run. And about two results of one run that differ; ``newest`` picks the one that counts.
 
     Raises:
         ValueError: for a broken line anywhere else, or a row of another schema version.
     """
-    rows, found = _read_all(store)
-    for what, reasons in (
-        ("do not count", found.faults),
-        ("are in doubt", found.doubts),
-    ):
-        if reasons:
-            more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-            warnings.warn(
-                f"rows {what}: {'; '.join(reasons[:3])}{more}",
-                NotIntactWarning,
-                stacklevel=2,
-            )
+    rows, status = _read_all(store)
+    _warn_of_rows("do not count", status.faults)
+    _warn_of_rows("are in doubt", status.doubts)
     return list(newest(rows).values())
 
 
+def _warn_of_rows(problem: str, reasons: tuple[str, ...]) -> None:
+    """Warn of rows with a problem, if there are any, and name the first ones."""
+    if not reasons:
+        return
+    more = ""
+    if len(reasons) > MAX_LISTED_ROWS:
+        more = f" and {len(reasons) - MAX_LISTED_ROWS} more"
+    warnings.warn(
+        f"rows {problem}: {'; '.join(reasons[:MAX_LISTED_ROWS])}{more}",
+        NotIntactWarning,
+        stacklevel=3,
+    )
+
+
 def integrity(stores: Iterable[Path]) -> Integrity:
-    """Return what the rows of some stores are worth, all together."""
+    """Return how many rows of some stores are intact, counted together."""
     return _read_all(*stores)[1]
 
 
 def sidecar_path(store: Path) -> Path:
-    """Return the file of the digests of old rows."""
+    """Return the file beside a store that holds the digests of old rows."""
     return linked_file(store).with_suffix(".sha256")
 
 
 def linked_file(store: Path) -> Path:
-    """Return the file that a store is, where its path is a link: locks, curves and checkpoints lie beside that one."""
+    """Return the real file of a store whose path may be a link; locks, curves and checkpoints stand beside it."""
     store = Path(store)
     return Path(os.path.realpath(store)) if store.is_symlink() else store
 
 
 def find_row(store: Path, key: str) -> ResultRow | None:
-    """Return the row of one run that counts."""
-    return look(store, key)[0]
+    """Return the row of one run that counts; None if the store has none."""
+    return look_up(store, key).row
 
 
-def look(store: Path, key: str) -> tuple[ResultRow | None, int, bool]:
-    """Return the row of a run that counts, how many bytes the whole rows are, and whether the last has its line's end.
+class StoreLookup(NamedTuple):
+    """Row of one run, and the end of the store it is in."""
 
-    Rows of other runs are passed over, not parsed, but for the last: the file may be no store at all. What this process
-    has passed over once is not read again, see ``row_index``. ValueError when one of these lines is broken.
+    row: ResultRow | None  # the row that counts; None if there is none
+    size: int  # bytes of the complete rows in the file
+    is_terminated: bool  # the last complete row ends with a line feed
+
+
+def look_up(store: Path, key: str) -> StoreLookup:
+    """Return the row of a run that counts, and how the store ends.
+
+    Rows of other runs are skipped without parsing, except the last one: the file may be no store at all. Lines that
+    this process has read once are not read again, see ``row_index``.
+
+    Raises:
+        ValueError: when a line that is parsed is broken.
     """
     try:
         with open(store, "rb") as file, index_of(store) as index:
-            found = index.find(file, json.dumps(key).encode())
+            scan = index.find(file, json.dumps(key).encode())
     except FileNotFoundError:
-        return None, 0, True
-    lines, size, ended = found.lines, found.size, True
-    if found.rest and (tail := _unended(store, found.rest)):
-        lines = {**lines, found.whole + 1: tail}
-        size, ended = size + len(tail), False
-    judge = Judge(store)
-    rows = [judge.row(number, line) for number, line in sorted(lines.items())]
-    matching = [row for row, fault in rows if row["key"] == key and fault in ("", BARE)]
-    return newest(matching).get(key), size, ended
+        return StoreLookup(None, 0, True)
+
+    lines, size, is_terminated = scan.lines, scan.size, True
+    tail = _complete_row(store, scan.rest) if scan.rest else b""
+    if tail:
+        lines = {**lines, scan.line_count + 1: tail}
+        size += len(tail)
+        is_terminated = False
+
+    checker = LineChecker(store)
+    matching = []
+    for number, line in sorted(lines.items()):
+        row, fault = checker.check(number, line)
+        if row["key"] == key and fault in ("", NO_DIGEST):
+            matching.append(row)
+    return StoreLookup(newest(matching).get(key), size, is_terminated)
 
 
 def _read_all(*stores: Path) -> tuple[list[ResultRow], Integrity]:
-    """Return the rows of stores that count, several of one key if there are, and what all their lines are worth."""
+    """Return the intact rows of stores, several per key if there are, and the integrity of all lines."""
     rows: list[ResultRow] = []
     faults: list[str] = []
     doubts: list[str] = []
-    bare = 0
+    without_digest = 0
     for store in stores:
-        judge, results = (
-            Judge(store),
-            dict[tuple[str, int | None], tuple[int, ResultRow]](),
-        )
+        checker = LineChecker(store)
+        first_results = dict[tuple[str, int | None], tuple[int, ResultRow]]()
         for number, line in enumerate(_lines(store), 1):
-            row, fault = judge.row(number, line)
-            if fault and fault != BARE:
+            row, fault = checker.check(number, line)
+            if fault and fault != NO_DIGEST:
                 faults.append(f"{store}, line {number}: {fault}")
                 continue
-            bare += fault == BARE
+
+            if fault == NO_DIGEST:
+                without_digest += 1
             rows.append(row)
-            if row["status"] != "failed":
-                first, other = results.setdefault(
-                    (row["key"], numerics_of(row)), (number, row)
+            if row["status"] == "failed":
+                continue
+
+            run = (row["key"], numerics_of(row))
+            first_number, first_row = first_results.setdefault(run, (number, row))
+            if _contradict(first_row, row):
+                doubts.append(
+                    f"{store}, lines {first_number} and {number} have different results of run {row['key']}"
                 )
-                if other is not row and any(
-                    other.get(name) != row.get(name) for name in OUTCOME_FIELDS
-                ):
-                    doubts.append(
-                        f"{store}, lines {first} and {number} have different results of run {row['key']}"
-                    )
-    return rows, Integrity(len(rows) + len(faults), bare, tuple(faults), tuple(doubts))
+    total = len(rows) + len(faults)
+    return rows, Integrity(total, without_digest, tuple(faults), tuple(doubts))
+
+
+def _contradict(row: ResultRow, other: ResultRow) -> bool:
+    """Return whether two rows of one run have different results."""
+    return any(row.get(name) != other.get(name) for name in OUTCOME_FIELDS)
 
 
 def _lines(store: Path) -> Iterator[bytes]:
-    """Yield the lines of a store, the last one also without its end if it is whole, but not if it is torn."""
+    """Yield the complete lines of a store; the last one may lack its line feed."""
     if not Path(store).exists():
         return
     with open(store, "rb") as file:
         for line in file:
-            if whole := line if line.endswith(b"\n") else _unended(store, line):
-                yield whole
+            complete = line if line.endswith(b"\n") else _complete_row(store, line)
+            if complete:
+                yield complete
 
 
-def _unended(store: Path, tail: bytes) -> bytes:
-    """Return the row that stands after the last line's end, b"" where there is only the beginning of one.
+def _complete_row(store: Path, tail: bytes) -> bytes:
+    """Return the row after the last line feed of a store; b"" if it is only the beginning of one.
 
-    ValueError for anything else: we did not write it, so it is not ours to pass over or to cut off.
+    Raises:
+        ValueError: for anything else. This package did not write it, so it must not skip it or cut it off.
     """
-    row = tail.rstrip(b"\0")  # what a power cut may leave
+    row = tail.rstrip(b"\0")  # a power cut may leave zeros
     try:
         text = row.decode()
         _, end = json.JSONDecoder().raw_decode(text)
         if not text[end:].strip():
             return row
     except (ValueError, RecursionError):
-        if TORN.fullmatch(tail) and _BEGIN not in tail[1:]:
+        if TORN.fullmatch(tail) and _LINE_START not in tail[1:]:
             return b""
     raise ValueError(
         f"{store} ends with {tail[:60].decode(errors='replace')!r}, which is no row and no beginning of one: a line "
@@ -225,29 +268,31 @@ def _unended(store: Path, tail: bytes) -> bytes:
     )
 
 
-class Judge:
-    """Reads the rows of a store and says whether they are as they were written."""
+class LineChecker:
+    """Parser of the lines of one store that compares each row with its digest."""
 
     def __init__(self, store: Path) -> None:
         self.store = store
 
     @cached_property
-    def known(self) -> frozenset[str]:
-        """The digests beside the store; read when the first row comes that has none in it."""
+    def sidecar_digests(self) -> frozenset[str]:
+        """Digests in the file beside the store; read when the first row without a digest comes."""
         file = sidecar_path(self.store)
-        return (
-            frozenset(file.read_text(encoding="utf-8").split())
-            if file.exists()
-            else frozenset()
-        )
+        if not file.exists():
+            return frozenset()
+        return frozenset(file.read_text(encoding="utf-8").split())
 
-    def row(self, number: int, line: bytes) -> tuple[ResultRow, str]:
-        """Return the row of a line without its digest, and what is wrong with it: "", or ``BARE`` if nobody can tell.
+    def check(self, number: int, line: bytes) -> tuple[ResultRow, str]:
+        """Return the row of a line without its digest, and its fault.
 
-        ValueError names the line of what is no JSON, or no row of this schema.
+        Returns:
+            The row, and "" if it is intact, ``NO_DIGEST`` if that cannot be known, or what is wrong with it.
+
+        Raises:
+            ValueError: when the line is no JSON, or no row of this schema; names the line.
         """
         try:
-            row = json.loads(line, parse_constant=_no_number)
+            row = json.loads(line, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.store}, line {number} is no JSON: {line[:60].decode(errors='replace').rstrip()!r}; remove "
@@ -258,73 +303,88 @@ class Judge:
             raise ValueError(
                 f"{self.store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}"
             )
-        if missing := [name for name in ("key", "spec", "status") if name not in row]:
+        missing = [name for name in ("key", "spec", "status") if name not in row]
+        if missing:
             raise ValueError(f"{self.store}, line {number} has no {', '.join(missing)}")
         return row, self._fault(line, row)
 
     def _fault(self, line: bytes, row: ResultRow) -> str:
-        given = row.pop("digest", None)
-        if reason := _wrong(row):
+        stored_digest = row.pop("digest", None)
+        if reason := _invalid(row):
             return reason
-        if given is None and not self.known:
-            return BARE
-        # as a line of ours has it, mostly, and then the row need not be written again to see
+        if stored_digest is None and not self.sidecar_digests:
+            return NO_DIGEST
+
+        accepted = self.sidecar_digests if stored_digest is None else (stored_digest,)
+        # Most lines were written by this package: their text has the digest without another serialisation.
         line = line.rstrip(b"\n")
-        text = b"{" + line[_REST:] if line.startswith(_BEGIN) else line
-        there = self.known if given is None else (given,)
-        if digest(text) in there or digest(canonical(row)) in there:
+        text = b"{" + line[_ROW_START:] if line.startswith(_LINE_START) else line
+        if digest(text) in accepted or digest(canonical(row)) in accepted:
             return ""
-        if given is None:
+        if stored_digest is None:
             return f"its digest is not in {sidecar_path(self.store).name}: it was changed, or came after those"
         return "it was changed after it was written: its digest is that of another row"
 
 
-def _no_number(word: str) -> None:
+def _refuse_constant(word: str) -> None:
+    """Raise for NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{word} is no number of JSON")
 
 
 def never_began(row: ResultRow) -> bool:
-    """Return whether a failed row says nothing of its run: earlier versions kept one where no process could start.
+    """Return whether a failed row was stored for a process that could not start.
 
-    They did so for a script without ``if __name__ == "__main__":``. Nothing but the process's end is known of it.
+    Earlier versions did so for a script without ``if __name__ == "__main__":``. Such a row is no result of its run.
     """
-    said = (
-        set(row.get("error", "").splitlines()) if row["status"] == "failed" else set()
-    )
-    return said == {"the process of the run ended with status 1 and no result"}
+    if row["status"] != "failed":
+        return False
+    lines = row.get("error", "").splitlines()
+    return set(lines) == {"the process of the run ended with status 1 and no result"}
 
 
-# --- which row counts -----------------------------------------------------------------------------
+# --- choosing the row that counts -----------------------------------------------------------------
 def newest(rows: Iterable[ResultRow]) -> dict[str, ResultRow]:
-    """Return the row of every key that counts: the one rule for all who read rows, of one store or of several.
+    """Return the row of every key that counts; every reader of one or several stores uses this rule.
 
     A finished row counts before a failed one, one of the numerics of this package before those of others, one from a
-    clean tree before any other, then the one that started last; of rows that agree in all this, one chosen by its
-    content. In which order, or in which file, they come says nothing.
+    clean tree before any other, then the one that started last. Of rows that are equal in all this, the content
+    decides. The order of the rows, and the files they come from, do not matter.
     """
-    out: dict[str, ResultRow] = {}
+    row_by_key: dict[str, ResultRow] = {}
     for row in rows:
-        held = out.get(row["key"])
-        if (
-            held is None
-            or _rank(row) > _rank(held)
-            or (_rank(row) == _rank(held) and _content(row) > _content(held))
-        ):
-            out[row["key"]] = row
-    return out
+        best = row_by_key.get(row["key"])
+        if best is None or _counts_before(row, best):
+            row_by_key[row["key"]] = row
+    return row_by_key
 
 
-def _rank(row: ResultRow) -> tuple[bool, bool, bool, str]:
-    where = row.get("provenance", {})
-    return (
-        row["status"] != "failed",
-        is_comparable(row),
-        where.get("dirty") is False,
-        where.get("started", ""),
+def _counts_before(row: ResultRow, other: ResultRow) -> bool:
+    """Return whether a row counts instead of another one of its key."""
+    if _rank(row) != _rank(other):
+        return _rank(row) > _rank(other)
+    return _content(row) > _content(other)
+
+
+class Rank(NamedTuple):
+    """Order of the rows of one run; the highest counts."""
+
+    is_finished: bool
+    has_current_numerics: bool
+    is_from_clean_tree: bool
+    started: str  # ISO 8601
+
+
+def _rank(row: ResultRow) -> Rank:
+    provenance = row.get("provenance", {})
+    return Rank(
+        is_finished=row["status"] != "failed",
+        has_current_numerics=is_comparable(row),
+        is_from_clean_tree=provenance.get("dirty") is False,
+        started=provenance.get("started", ""),
     )
 
 
 def _content(row: ResultRow) -> str:
-    return json.dumps(
-        {name: value for name, value in row.items() if name != "store"}, sort_keys=True
-    )
+    """Return the text of a row without the file it was loaded from."""
+    fields = {name: value for name, value in row.items() if name != "store"}
+    return json.dumps(fields, sort_keys=True)

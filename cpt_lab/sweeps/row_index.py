@@ -33,7 +33,7 @@ class LineScan(NamedTuple):
     lines: dict[
         int, bytes
     ]  # by number, those of the run and the last one that has an end
-    whole: int  # number of lines with an end
+    line_count: int  # number of lines with an end
     size: int  # bytes of lines with an end
     rest: bytes  # what follows the last line's end
 

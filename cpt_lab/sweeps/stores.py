@@ -38,7 +38,7 @@ from cpt_lab.sweeps.row_format import (
     TORN,
     line_of,
     linked_file,
-    look,
+    look_up,
 )
 from cpt_lab.sweeps.row_format import find_row as find_row
 from cpt_lab.sweeps.row_format import load_rows as load_rows
@@ -136,7 +136,7 @@ def append_row(store: Path, row: ResultRow) -> ResultRow:
     try:
         with _lock(store):
             for _ in range(MAX_TRIES):
-                held, end, ended = look(store, key)
+                held, end, ended = look_up(store, key)
                 if (
                     held is not None
                     and held["status"] != "failed"

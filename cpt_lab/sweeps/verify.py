@@ -331,11 +331,12 @@ def _execution_differences(row: ResultRow, rerun: ResultRow) -> Iterator[str]:
     yield from _machine_differences(old, new)
     yield from _software_differences(old, new)
 
-    both_fixed = _has_fixed_sum_order(old) and _has_fixed_sum_order(new)
     if row["device"] != rerun["device"]:
         yield "device"
-    elif row["device"] != "cpu" and not both_fixed:
-        yield "order of sums (a GPU chooses it)"
+    elif row["device"] != "cpu":
+        both_fixed = _has_fixed_sum_order(old) and _has_fixed_sum_order(new)
+        if not both_fixed:
+            yield "order of sums (a GPU chooses it)"
 
     # Only libraries that the row names count: one that its run had not imported had no part in it.
     for name, old_version in old.get("versions", {}).items():

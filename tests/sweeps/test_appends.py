@@ -56,7 +56,7 @@ def names_in(store):
 def test_append_row_keeps_rows_that_came_after_the_look(
     others, expected, tmp_path, monkeypatch
 ):
-    store, look = tmp_path / "rows.jsonl", stores.look
+    store, look = tmp_path / "rows.jsonl", stores.look_up
     stores.append_row(store, row("first"))
 
     def look_before_the_others(path, key):
@@ -66,14 +66,14 @@ def test_append_row_keeps_rows_that_came_after_the_look(
         others.clear()
         return found
 
-    monkeypatch.setattr(stores, "look", look_before_the_others)
+    monkeypatch.setattr(stores, "look_up", look_before_the_others)
     assert stores.append_row(store, row("mine")) == row("mine")
     assert names_in(store) == expected
 
 
 def test_append_row_waits_for_a_row_that_another_is_writing(tmp_path, monkeypatch):
     """A row without its end, after a whole one: what follows it would be no row."""
-    store, look, line = tmp_path / "rows.jsonl", stores.look, line_of(row("other"))
+    store, look, line = tmp_path / "rows.jsonl", stores.look_up, line_of(row("other"))
     parts = [line + line_of(row("third"))[:-20], line_of(row("third"))[-20:]]
 
     def look_between(path, key):
@@ -82,7 +82,7 @@ def test_append_row_waits_for_a_row_that_another_is_writing(tmp_path, monkeypatc
             other.write(parts.pop(0) if parts else b"")
         return found
 
-    monkeypatch.setattr(stores, "look", look_between)
+    monkeypatch.setattr(stores, "look_up", look_between)
     stores.append_row(store, row("mine"))
     assert names_in(store) == ["other", "third", "mine"]
 

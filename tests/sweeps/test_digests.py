@@ -289,7 +289,7 @@ def test_what_is_no_row_is_not_written(tmp_path):
         ({"status": "great"}, "status 'great'"),
     ):
         refused(
-            f"this is no row: {reason}",
+            f"this is no result row: {reason}",
             stores.append_row,
             tmp_path / "rows.jsonl",
             row | change,

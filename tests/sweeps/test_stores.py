@@ -25,7 +25,7 @@ from cpt_lab.experiments.spec import RunSpec, key_of
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.row_format import (
-    Judge,
+    LineChecker,
     NotIntactWarning,
     canonical,
     digest,
@@ -595,7 +595,7 @@ def test_the_committed_rows_are_intact_with_their_keys_their_numbers_and_their_s
 ):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows
-    assert Judge(path).known == {
+    assert LineChecker(path).sidecar_digests == {
         digest(canonical(row)) for row in rows if "digest" not in row
     }  # and none is gone
     for row in rows:
