@@ -48,7 +48,7 @@ def test_a_download_without_a_network_names_the_data_set(
     get, error, message, monkeypatch
 ):
     monkeypatch.setattr(
-        data, "library", lambda name, extra: lambda dataset, language: get()
+        data, "import_optional", lambda name, extra: lambda dataset, language: get()
     )
     for _ in range(2):
         refused(message, data.download, "ptb", error=error)
