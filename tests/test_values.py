@@ -269,7 +269,7 @@ METHODS = {
     "SAGEConv": (lambda: cpt.SAGEConv(2, 3), "forward"),
     "Sensitivity": (
         sensitivity,
-        "from_dict response estimates even agreement places weights product promised",
+        "from_dict response estimates uniform_response agreement places weights product predicted_quality_loss",
     ),
     **{
         of: (

@@ -1,5 +1,6 @@
-"""Measure where a bit less costs quality: in which part of the training, and in which layers.  Beyond the paper.
+"""Sensitivity analysis: where one bit less costs quality, by part of the training and layer.  Beyond the paper.
 
+``sensitivity`` measures a model with the training loop of a user, ``run_sensitivity`` trainings of any other origin.
 Trainings with one bit less in one window of time, or in one group of layers, are compared with one at ``base`` bits
 throughout, from the same weights and on the same batches. ``cpt.search.allocate`` makes a schedule of the answer.
 
@@ -11,8 +12,8 @@ throughout, from the same weights and on the same batches. ``cpt.search.allocate
 ...     loss = (model(x) - x[:, :2]).square().mean()
 ...     loss.backward(), optimizer.step(), optimizer.zero_grad()
 ...     return loss
->>> found = sensitivity(model, train_step, optimizer, base=3, windows=2, steps=20, seeds=(0, 1))
->>> found.windows, found.groups, found.macs
+>>> measured = sensitivity(model, train_step, optimizer, base=3, windows=2, steps=20, seeds=(0, 1))
+>>> measured.windows, measured.groups, measured.macs
 (((0, 10), (10, 20)), (('0',), ('2',)), (16384, 4096))
 """
 
@@ -23,7 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,10 +49,10 @@ from cpt_extras.search.sensitivity_estimate import gradients_recorded
 from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_extras.validation import check_float
 
-RECORDED = 5  # steps of every window from which the estimate is made
-LOSS = Judge(
-    "loss", -1, lambda: math.nan
-)  # what trials without a judge are measured by
+ESTIMATE_STEPS = 5  # of every window, from which the estimate is made
+LOSS = Judge("loss", -1, lambda: math.nan)  # of trainings without a judge
+
+Layers = tuple[str, ...]  # names of the layers of a group, or patterns of such names
 
 
 def sensitivity(
@@ -74,28 +75,32 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure the quality lost by one bit less in every window of time and in every group of layers.
 
-    It takes ``1 + windows + groups`` trainings a seed, and one to estimate the same from gradients: minutes at demo
+    It takes ``1 + windows + groups`` trainings a seed, and one for an estimate from gradients: minutes at demo
     scale. What is lost in windows and in layers is measured, what is lost in both at once is taken to be their product.
 
-    Other arguments are those of ``precision_range_test``.
-
     Args:
+        model: converted for the trainings if it is not yet, and left as it was.
         train_step: ``train_step(step) -> loss`` does one whole optimizer step of your model on batch number ``step``,
             the same batch whenever the number is the same, and returns the loss. Numbers do not begin at 0: they go on
             from one seed to the next.
+        optimizer: the one that ``train_step`` uses.
         base: bits of the training that the others are compared with. Near the bits you can afford; where one bit less
             costs nothing, there is nothing to measure.
         q_max: bits of all gradients, and of the evaluation.
-        windows: into how many the training is cut.
-        layers: at most how many groups of layers, cut in the order of the model; or the groups, each a pattern of layer
-            names or several, of which the first that matches a layer decides.
+        windows: number of parts of equal length into which the training is cut.
+        layers: largest number of groups of layers, cut in the order of the model; or the groups, each a pattern of
+            layer names or several, of which the first that matches a layer decides.
         steps: optimizer steps of a training.
         quality: called after every training, at q_max bits, larger is better. None takes the mean loss of some further
             steps at q_max bits, an eighth as many as there were.
-        estimate: make the estimate too, see ``search.sensitivity_estimate``.
+        estimate: estimate the losses from gradients, too, see ``search.sensitivity_estimate``.
         roles: measure one bit less in weights, in activations and in gradients, too. That takes four trainings more, in
             all of which gradients have ``base`` bits.
         seeds: repetitions, to know the noise: the model keeps its weights and takes other batches.
+        stateful: further objects that are reset before every training, such as an LR scheduler or a GradScaler, with
+            ``state_dict`` and ``load_state_dict``.
+        config: of ``quantize_``; None quantises all layers.
+        progress: show a progress bar; None shows it in a terminal or a notebook only.
 
     Raises:
         ValueError: for values that make no measurement, before anything is trained; when training at ``base`` bits
@@ -106,14 +111,14 @@ def sensitivity(
             f"quality must be a function without arguments that returns a number, got {quality!r}"
         )
 
-    def judged() -> float:
+    def evaluate() -> float:
         assert quality is not None
         with precision(model, bits=q_max):
             return check_float(
                 "quality must return what is larger when better", quality()
             )
 
-    judge = None if quality is None else Judge("quality", 1, judged)
+    judge = None if quality is None else Judge("quality", 1, evaluate)
     start = partial(
         restartable_trainings,
         model,
@@ -151,196 +156,302 @@ def run_sensitivity(
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
     progress: bool | None = None,
 ) -> Sensitivity:
-    """Do what ``sensitivity`` does with the trials that ``start(q_max, seeds, batches)`` yields.
+    """Measure the sensitivity with the trainings that ``start(q_max, seeds, batches)`` yields.
 
-    With ``by_loss`` they have no judge: the mean loss of some further steps at q_max bits is measured.
+    Args:
+        start: yields a training and the number of its first batch, for every seed.
+        by_loss: the trainings have no judge, the mean loss of some further steps at q_max bits is measured.
+        base: see ``sensitivity``, as all further arguments.
+        q_max: bits of all gradients, and of the evaluation.
+        windows: number of parts of equal length into which the training is cut.
+        layers: largest number of groups of layers, or patterns of names by group.
+        steps: optimizer steps of a training.
+        estimate: estimate the losses from gradients, too.
+        roles: measure one bit less in weights, in activations and in gradients, too.
+        seeds: repetitions.
+        progress: show a progress bar; None shows it in a terminal or a notebook only.
     """
     check_types(
         run_sensitivity, {"estimate": estimate, "roles": roles, "progress": progress}
     )
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
     check_int("base, up to q_max,", base, 2, q_max)
-    if (
-        not isinstance(seeds, Iterable)
-        or isinstance(seeds, bytes)
-        or not (found := tuple(seeds))
-    ):
-        raise ValueError(
-            f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}"
-        )
-    seeds = tuple(check_int("each of seeds", s, 0) for s in found)
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(
-            f"seeds must differ, a seed twice is the same training; got {seeds}"
-        )
+    seeds = _check_seeds(seeds)
     steps = check_int("steps", steps, 1, MAX_STEPS)
     windows = check_int("windows, at most one a step,", windows, 1, steps)
     edges = [steps * i // windows for i in range(windows + 1)]
     spans = tuple(itertools.pairwise(edges))
-    cut = (
+    grouping = (
         check_int("layers", layers, 1) if isinstance(layers, int) else _patterns(layers)
     )
     tail = max(1, steps // 8) if by_loss else 0
-    references: list[float] = []
-    in_windows, in_groups, in_roles, estimates = [], [], [], []
+
+    groups: tuple[Layers, ...] = ()
+    group_macs: tuple[int, ...] = ()
+    measurements: list[_Measurement] = []
+    estimated: list[tuple[float, ...]] = []
     bar = progress_bar("sensitivity", unit=" steps", progress=progress)
-    started = start(q_max, seeds, steps + tail)
-    with (
-        bar,
-        closing(started),
-    ):  # whatever happens, the model is put back now, not when an error is forgotten
-        for trial, first in started:
-            name, better, judge = trial.judge or LOSS
-            if not references:
-                macs_of = _macs(trial, first, q_max)
-                groups = _groups(list(layer_precisions(trial.model)), cut)
+    trainings = start(q_max, seeds, steps + tail)
+    # closing restores the model now, whatever happens, not when the traceback of an error is deleted
+    with bar, closing(trainings):
+        for training, first in trainings:
+            judge = training.judge or LOSS
+            if not measurements:
+                macs = _count_macs(training, first, q_max)
+                groups = _groups(list(layer_precisions(training.model)), grouping)
+                group_macs = tuple(sum(macs[n] for n in group) for group in groups)
 
-            def run(
-                bits: list[Bits],
-                trial: RestartableTraining = trial,
-                first: int = first,
-                judge: Any = judge,
-            ) -> float:
-                losses = trial.losses([*bits, *[q_max] * tail], first, q_max, bar)
-                if not math.isfinite(losses[-1]):
-                    return math.nan
-                value = float(np.mean(losses[steps:])) if tail else judge()
-                return value if math.isfinite(value) else math.nan
-
-            reference = run([base] * steps)
-            if math.isnan(reference):
-                said = "" if by_loss else f", or {name}= gave no finite number"
+            trainer = _Trainer(training, judge, first, base, q_max, steps, tail, bar)
+            measurement = _measure(trainer, spans, groups, roles)
+            if math.isnan(measurement.reference):
+                other = "" if by_loss else f", or {judge.name}= gave no finite number"
                 raise ValueError(
-                    f"training diverges at {base} bits; take a higher base, a lower learning rate or clip{said}"
+                    f"training diverges at {base} bits; take a higher base, a lower learning rate or clip{other}"
                 )
-            over_time = [
-                run([base - (a <= t < b) for t in range(steps)]) for a, b in spans
-            ]
-            less: list[Bits] = [
-                {n: base - (n in g) for n in layer_precisions(trial.model)}
-                for g in groups
-            ]
-            over_layers = [run([bits] * steps) for bits in less]
-            if roles:
-                even, *lower = (
-                    run(
-                        [RoleLevels(activation=a, weight=w, error=g, weight_gradient=g)]
-                        * steps
-                    )
-                    for w, a, g in base - np.eye(4, 3, k=-1, dtype=int)
-                )
-                in_roles.append(tuple(better * (even - x) for x in lower))
-            references.append(reference)
-            in_windows.append(tuple(better * (reference - x) for x in over_time))
-            in_groups.append(tuple(better * (reference - x) for x in over_layers))
-            if estimate and len(references) == 1:
-                estimates = _estimate(trial, first, base, q_max, spans, groups)
-            title = trial.title
+            measurements.append(measurement)
+            if estimate and len(measurements) == 1:
+                estimated = _estimate(training, first, base, q_max, spans, groups)
+            title = training.title
+
     return Sensitivity(
         title,
-        name,
+        judge.name,
         base,
         steps,
         spans,
         groups,
-        tuple(sum(macs_of[n] for n in g) for g in groups),
+        group_macs,
         seeds,
-        tuple(references),
-        tuple(in_windows),
-        tuple(in_groups),
-        tuple(estimates),
-        tuple(in_roles),
+        tuple(m.reference for m in measurements),
+        tuple(m.lost_in_windows for m in measurements),
+        tuple(m.lost_in_groups for m in measurements),
+        tuple(estimated),
+        tuple(m.lost_in_roles for m in measurements if m.lost_in_roles),
     )
 
 
-def _macs(trial: RestartableTraining, first: int, bits: int) -> Counter[str]:
-    """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
+def _check_seeds(seeds: Any) -> tuple[int, ...]:
+    """Return seeds as a tuple; ValueError unless there is one at least, and they differ."""
+    is_iterable = isinstance(seeds, Iterable) and not isinstance(seeds, bytes)
+    values = tuple(seeds) if is_iterable else ()
+    if not values:
+        raise ValueError(
+            f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}"
+        )
+    values = tuple(check_int("each of seeds", seed, 0) for seed in values)
+    if len(set(values)) < len(values):
+        raise ValueError(
+            f"seeds must differ, a seed twice is the same training; got {values}"
+        )
+    return values
+
+
+class _Measurement(NamedTuple):
+    """Quality of the trainings of one seed.
+
+    Attributes:
+        reference: quality at ``base`` bits throughout; NaN if that diverged.
+        lost_in_windows: quality lost by one bit less in a window, by window.
+        lost_in_groups: quality lost by one bit less in a group of layers, by group.
+        lost_in_roles: quality lost by one bit less in weights, activations or gradients; () when not measured.
+    """
+
+    reference: float
+    lost_in_windows: tuple[float, ...]
+    lost_in_groups: tuple[float, ...]
+    lost_in_roles: tuple[float, ...]
+
+
+class _Trainer(NamedTuple):
+    """Trains a model from one seed and returns the quality.
+
+    Attributes:
+        training: the model, which every training resets.
+        judge: measures the quality.
+        first: number of the first batch.
+        base: bits of the reference.
+        q_max: gradient bits, and those of the tail.
+        steps: optimizer steps of a training.
+        tail: further steps, of which the mean loss is the quality; 0 measures by the judge.
+        bar: progress bar.
+    """
+
+    training: RestartableTraining
+    judge: Judge
+    first: int
+    base: int
+    q_max: int
+    steps: int
+    tail: int
+    bar: Any
+
+    def quality(self, bits: list[Bits]) -> float:
+        """Return the quality after a training, step i at ``bits[i]``; NaN where it is not finite."""
+        all_bits = [*bits, *[self.q_max] * self.tail]
+        losses = self.training.losses(all_bits, self.first, self.q_max, self.bar)
+        if not math.isfinite(losses[-1]):
+            return math.nan
+
+        if self.tail:
+            quality = float(np.mean(losses[self.steps :]))
+        else:
+            quality = self.judge.measure()
+        return quality if math.isfinite(quality) else math.nan
+
+
+def _measure(
+    trainer: _Trainer,
+    spans: Sequence[tuple[int, int]],
+    groups: Sequence[Layers],
+    roles: bool,
+) -> _Measurement:
+    """Train at ``base`` bits, and with one bit less in every window, group and, with ``roles``, role."""
+    base, steps, better = trainer.base, trainer.steps, trainer.judge.better
+    reference = trainer.quality([base] * steps)
+    if math.isnan(reference):
+        return _Measurement(reference, (), (), ())
+
+    in_windows = []
+    for start, stop in spans:
+        bits: list[Bits] = [base] * steps
+        bits[start:stop] = [base - 1] * (stop - start)
+        in_windows.append(trainer.quality(bits))
+
+    in_groups = []
+    for group in groups:
+        names = layer_precisions(trainer.training.model)
+        by_layer = {name: base - 1 if name in group else base for name in names}
+        in_groups.append(trainer.quality([by_layer] * steps))
+
+    lost_in_roles: tuple[float, ...] = ()
+    if roles:
+        # gradients have base bits here, so that these trainings have a reference of their own
+        role_reference = trainer.quality([_role_levels(base, base, base)] * steps)
+        lower = base - 1
+        lost_in_roles = tuple(
+            better * (role_reference - trainer.quality([levels] * steps))
+            for levels in (
+                _role_levels(lower, base, base),
+                _role_levels(base, lower, base),
+                _role_levels(base, base, lower),
+            )
+        )
+    return _Measurement(
+        reference,
+        tuple(better * (reference - quality) for quality in in_windows),
+        tuple(better * (reference - quality) for quality in in_groups),
+        lost_in_roles,
+    )
+
+
+def _role_levels(weight: int, activation: int, gradient: int) -> RoleLevels:
+    return RoleLevels(
+        activation=activation,
+        weight=weight,
+        error=gradient,
+        weight_gradient=gradient,
+    )
+
+
+def _count_macs(training: RestartableTraining, first: int, bits: int) -> Counter[str]:
+    """Count the forward multiply-accumulates of every quantised layer in one step."""
     operations: list[Operation] = []
-    trial.reset()
+    training.reset()
     with (
-        precision(trial.model, bits=bits, q_grad=bits),
-        report_operations(trial.model, operations.append),
+        precision(training.model, bits=bits, q_grad=bits),
+        report_operations(training.model, operations.append),
     ):
-        trial.train_step(first)
-    names = layer_precisions(trial.model)
-    layers, others = (
-        Counter[str](),
-        Counter[str](),
-    )  # as the paper counts, and matmuls that it has no layer for
+        training.train_step(first)
+
+    names = layer_precisions(training.model)
+    layer_macs = Counter[str]()  # as the paper counts
+    other_macs = Counter[str]()  # of matmuls for which the paper has no layer
     for operation in operations:
         if row_name(operation) in names and priced_passes(operation, "paper"):
-            layers[operation.layer] += operation.macs
+            layer_macs[operation.layer] += operation.macs
         elif operation.owner in names:
-            others[operation.owner] += operation.macs
-    found = Counter({**others, **layers})
-    if idle := [n for n in names if not found[n]]:
-        said = "leave it in float32 (config=), then it has no bits"
+            other_macs[operation.owner] += operation.macs
+
+    macs = Counter({**other_macs, **layer_macs})
+    idle_layers = [name for name in names if not macs[name]]
+    if idle_layers:
         raise ValueError(
-            f"layer {idle[0]!r} did nothing in a step of train_step; {said}"
+            f"layer {idle_layers[0]!r} did nothing in a step of train_step; "
+            "leave it in float32 (config=), then it has no bits"
         )
-    return found
+    return macs
 
 
-def _patterns(layers: Any) -> list[tuple[str, ...]]:
+def _patterns(layers: Any) -> list[Layers]:
+    """Return the patterns of every group as tuples; ValueError for anything else."""
     try:
-        found = [(g,) if isinstance(g, str) else tuple(g) for g in layers]
-        if not found or any(not isinstance(p, str) for g in found for p in g):
+        groups = [(g,) if isinstance(g, str) else tuple(g) for g in layers]
+        patterns = list(itertools.chain.from_iterable(groups))
+        if not groups or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError
     except TypeError:
-        wanted = "layers must be a whole number, or patterns of layer names by group"
-        raise ValueError(f"{wanted}; got {layers!r}") from None
-    return found
+        raise ValueError(
+            f"layers must be a whole number, or patterns of layer names by group; got {layers!r}"
+        ) from None
+    return groups
 
 
-def _groups(
-    names: list[str], layers: int | Sequence[tuple[str, ...]]
-) -> tuple[tuple[str, ...], ...]:
-    """Cut layers into groups: into so many of about one size, in their order, or by patterns."""
+def _groups(names: list[str], layers: int | Sequence[Layers]) -> tuple[Layers, ...]:
+    """Cut layers into so many groups of about one size, in their order, or into groups by patterns."""
     if isinstance(layers, int):
-        count = min(layers, len(names))
-        return tuple(
-            tuple(str(n) for n in part)
-            for part in np.array_split(np.array(names), count)
-        )
-    found: list[list[str]] = [[] for _ in layers]
+        parts = np.array_split(np.array(names), min(layers, len(names)))
+        return tuple(tuple(part.tolist()) for part in parts)
+
+    groups: list[list[str]] = [[] for _ in layers]
     for name in names:
-        group = next(
-            (i for i, ps in enumerate(layers) if any(fnmatchcase(name, p) for p in ps)),
-            None,
-        )
+        group = _first_match(name, layers)
         if group is None:
             raise ValueError(
                 f"layer {name!r} is in none of the groups; layers: {', '.join(names)}"
             )
-        found[group].append(name)
-    if empty := [ps for ps, g in zip(layers, found, strict=True) if not g]:
-        raise ValueError(
-            f"group {empty[0]!r} has no layer that is left; layers: {', '.join(names)}"
-        )
-    return tuple(map(tuple, found))
+        groups[group].append(name)
+    for patterns, group_names in zip(layers, groups, strict=True):
+        if not group_names:
+            raise ValueError(
+                f"group {patterns!r} has no layer that is left; layers: {', '.join(names)}"
+            )
+    return tuple(map(tuple, groups))
+
+
+def _first_match(name: str, groups: Sequence[Layers]) -> int | None:
+    """Return the index of the first group with a pattern that matches a name; None without such a group."""
+    for index, patterns in enumerate(groups):
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return index
+    return None
 
 
 def _estimate(
-    trial: RestartableTraining,
+    training: RestartableTraining,
     first: int,
     base: int,
     q_max: int,
     spans: Sequence[tuple[int, int]],
-    groups: Sequence[Sequence[str]],
+    groups: Sequence[Layers],
 ) -> list[tuple[float, ...]]:
     """Train once at ``base`` bits and return the mean estimate of every window and group."""
-    trial.reset()
-    found = []
+    training.reset()
+    estimates = []
     for start, stop in spans:
-        of_layers: dict[str, float] = defaultdict(float)
-        every = max(1, (stop - start) // RECORDED)
+        sums: dict[str, float] = defaultdict(float)  # by layer
+        stride = max(1, (stop - start) // ESTIMATE_STEPS)
         for step in range(start, stop):
-            recorded = gradients_recorded(trial.model, trial.optimizer, of_layers)
-            with (
-                precision(trial.model, bits=base, q_grad=q_max),
-                nullcontext() if (step - start) % every else recorded,
-            ):
-                trial.train_step(first + step)
-        steps = -(-(stop - start) // every)
-        found.append(tuple(sum(of_layers[n] for n in g) / steps for g in groups))
-    return found
+            is_recorded = (step - start) % stride == 0
+            recording = (
+                gradients_recorded(training.model, training.optimizer, sums)
+                if is_recorded
+                else nullcontext()
+            )
+            with precision(training.model, bits=base, q_grad=q_max), recording:
+                training.train_step(first + step)
+
+        recorded_steps = math.ceil((stop - start) / stride)
+        estimates.append(
+            tuple(sum(sums[n] for n in group) / recorded_steps for group in groups)
+        )
+    return estimates

@@ -13,7 +13,7 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.allocation import (
-    TOLERANCE,
+    BUDGET_TOLERANCE,
     allocate,
     spread_bits,
     static_of_cost,
@@ -97,11 +97,11 @@ def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
         whole = float(of_layers @ counts @ of_bits)
         sums.append((whole, whole + gain[tuple(up.T)][:, None] - gain[tuple(down.T)]))
     (spent, costs), (noise, exchanged) = sums
-    assert budget * (1 - TOLERANCE) - 1e-12 <= spent <= budget + 1e-12
+    assert budget * (1 - BUDGET_TOLERANCE) - 1e-12 <= spent <= budget + 1e-12
     same_step = (up[:, None] == down + np.array([0, 1])).all(-1) & (
         counts[tuple(up.T)] == 1
     )[:, None]
-    met = (budget * (1 - TOLERANCE) <= costs) & (costs <= budget) & ~same_step
+    met = (budget * (1 - BUDGET_TOLERANCE) <= costs) & (costs <= budget) & ~same_step
     assert (exchanged[met] >= noise * (1 - 1e-9)).all()
 
 
@@ -126,7 +126,7 @@ def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
     s = measured(in_roles=(tuple(lost),))
     found = allocate(s, budget, 2, 8, "roles")
     assert (
-        budget * (1 - TOLERANCE) - 1e-12
+        budget * (1 - BUDGET_TOLERANCE) - 1e-12
         <= found.relative_cost(q_max=8)
         <= budget + 1e-12
     )
@@ -134,7 +134,7 @@ def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
     w, a, g = every.T
     affordable = (a * w + g * w + g * a) / 192 <= found.relative_cost(q_max=8) + 1e-12
     loss = s.steps * (4.0**-every @ s.weights("roles"))
-    assert s.promised(found) <= loss[affordable].min() * (1 + 1e-9)
+    assert s.predicted_quality_loss(found) <= loss[affordable].min() * (1 + 1e-9)
 
 
 def test_roles_that_matter_more_have_more_bits():
@@ -146,7 +146,7 @@ def test_roles_that_matter_more_have_more_bits():
     everywhere = allocate(
         s, 0.3, 2, 8, "all"
     )  # layers and windows are alike: as over roles
-    assert everywhere.relative_cost(q_max=8) == pytest.approx(0.3, rel=TOLERANCE)
+    assert everywhere.relative_cost(q_max=8) == pytest.approx(0.3, rel=BUDGET_TOLERANCE)
     for _, schedule, _ in everywhere.parts:
         assert [x.mean() for x in schedule.levels()] == pytest.approx(
             list(mean), abs=0.1
@@ -210,7 +210,7 @@ def test_noise_in_the_measurement_is_not_followed():
 def test_negative_and_diverged_responses_are_bounded_and_shown():
     s = measured(time=[-3.0] + [1.0] * 7, layers=(NAN, 50, 9))
     time, layers = s.weights("time"), s.weights("layers")
-    assert time[0] == pytest.approx(FLOOR * s.even("time")[0])
+    assert time[0] == pytest.approx(FLOOR * s.uniform_response("time")[0])
     assert time[1] > time[0] > 0
     per_mac = 3 / (320 * s.added)  # of the third, the largest; the second has 1
     assert layers / MACS == pytest.approx([per_mac, per_mac / 3, per_mac])
@@ -269,8 +269,8 @@ def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
     layered = LayeredSchedule(
         tuple((g, p, m) for g, p, m in zip(s.groups, parts, s.macs, strict=True))
     )
-    assert s.promised(layered) == pytest.approx(sum(lost))
-    assert s.promised(parts[0]) == pytest.approx(
+    assert s.predicted_quality_loss(layered) == pytest.approx(sum(lost))
+    assert s.predicted_quality_loss(parts[0]) == pytest.approx(
         lost[0] * 1.2
     )  # the same bits in both, of which one is a fifth
     roles = RoleSchedules(weight=parts[0], activation=4, gradient=5)
@@ -278,13 +278,19 @@ def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
     by_role = np.array([(4.0 ** -bits[0]).sum(), 12 * 4.0**-4, 12 * 4.0**-5]) / (
         12 * s.added
     )
-    assert with_roles.promised(roles) == pytest.approx(by_role @ [1, 2, 3])
+    assert with_roles.predicted_quality_loss(roles) == pytest.approx(
+        by_role @ [1, 2, 3]
+    )
     apart = RoleSchedules(weight=parts[0], activation=4, error=5, weight_gradient=6)
-    refused("both gradients were measured together", with_roles.promised, apart)
+    refused(
+        "both gradients were measured together",
+        with_roles.predicted_quality_loss,
+        apart,
+    )
     of_roles = LayeredSchedule(((("*",), roles, 1),))
     refused(
         "what layers and roles lose together is not known",
-        with_roles.promised,
+        with_roles.predicted_quality_loss,
         of_roles,
     )
 
@@ -403,7 +409,7 @@ def test_a_budget_in_any_cost_is_met_in_it(over, spent, q_min, q_max, steps):
     schedule = allocate(s, budget, q_min, q_max, over, total_steps=steps, **spent)
     assert schedule.total_steps == (steps or 320)
     assert (
-        budget * (1 - TOLERANCE)
+        budget * (1 - BUDGET_TOLERANCE)
         <= schedule.relative_cost(q_max, q_max, **spent)
         <= budget + 1e-12
     )

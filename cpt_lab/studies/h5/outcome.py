@@ -176,7 +176,10 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
             "static": static,
             "full": float(arms.by_rule[TOP][f"static {Q_MAX}"].mean()) - static,
             "promised": scale
-            * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
+            * (
+                s.predicted_quality_loss(arms.schedules[STATIC])
+                - s.predicted_quality_loss(arms.schedules[arm])
+            ),
             **arms.bitops.loc[arm],
         }
 
