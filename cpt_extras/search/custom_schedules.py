@@ -1,6 +1,6 @@
-"""Schedules of one's own: bits from a table or from a function.  Beyond the paper.
+"""Custom schedules: bits from a table or from a function.  Beyond the paper.
 
-They load when ``schedule_from_dict`` reads a table.
+This module loads when ``schedule_from_dict`` reads a table.
 
 >>> FunctionSchedule(lambda u: 3 + 5 * u**2, total_steps=5).bits().tolist()
 [3, 3, 4, 6, 8]
@@ -39,7 +39,7 @@ STEP_WORDS = frozenset(
 
 @dataclass(frozen=True)
 class TableSchedule(Schedule):
-    """Bits as runs of equal steps, ``((bits, steps), ...)``: any schedule at all, and one that JSON can hold."""
+    """Bits as runs of equal steps, ``((bits, steps), ...)``: can express any schedule, and JSON can store it."""
 
     runs: tuple[tuple[int, int], ...]
     kind: ClassVar[str] = "table"
@@ -63,9 +63,9 @@ class TableSchedule(Schedule):
 
 @dataclass(frozen=True, init=False)
 class FunctionSchedule(TableSchedule):
-    """Your own curve: ``function(u)`` gives bits before rounding, u = 0 at the first and 1 at the last step.
+    """Schedule of a function: ``function(u)`` gives bits before rounding, u = 0 at the first and 1 at the last step.
 
-    The function is read once, when the schedule is made; what stays is the table of its bits.
+    The function is called for every step when the schedule is made; the schedule then stores a table of bits.
 
     Args:
         function: takes one number, and returns bits.
@@ -96,10 +96,8 @@ class FunctionSchedule(TableSchedule):
         last = max(total_steps - 1, 1)
         bits = []
         for step in range(total_steps):
-            value = check_float(
-                "function must return bits",
-                function(step if argument == "step" else step / last),
-            )
+            value = function(step if argument == "step" else step / last)
+            value = check_float("function must return bits", value)
             if not (math.isfinite(value) and 1 <= round(value) <= MAX_BITS):
                 raise ValueError(
                     f"function gives {value} bits at step {step}; bits lie in 1..{MAX_BITS}"
@@ -112,16 +110,15 @@ class FunctionSchedule(TableSchedule):
                 f"StaticSchedule({bits[0]}, total_steps={total_steps})",
                 stacklevel=2,
             )
-        super().__init__(
-            tuple((q, len(list(run))) for q, run in itertools.groupby(bits))
-        )
+        runs = [(q, len(list(run))) for q, run in itertools.groupby(bits)]
+        super().__init__(tuple(runs))
 
 
 def _check_parameter_name(function: Callable[[float], float]) -> None:
-    """Raise ValueError for a function of the step or the epoch."""
+    """Raise ValueError for a function whose parameter is named like a step or an epoch."""
     try:
         names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return
     name = names[0] if names else ""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_")

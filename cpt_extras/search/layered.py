@@ -1,4 +1,4 @@
-"""A schedule for every group of layers, as one value that specs and rows can hold.  Beyond the paper."""
+"""Schedules by group of layers, as one schedule that specs and result rows can store.  Beyond the paper."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class LayeredSchedule(Schedule):
     """Groups of layers, each with its own schedule: ``((patterns of layer names, schedule, MACs), ...)``.
 
     A group's MACs, multiply-accumulates of one forward pass, are its weight in ``relative_cost``, ``noise_exposure``
-    and ``share_at``; those of a whole model are in ``count_bitops(...).macs``. ``bits`` are the highest of any layer,
-    at which the convention "paper" prices the work outside the quantised layers; ``at(step)`` are those of each;
-    ``q_min`` and ``q_max`` the lowest and the highest of any. Without ``q_grad`` the gradients of a group have its own
-    ``q_max``, as a ``PrecisionScheduler`` sets them.
+    and ``share_at``; ``count_bitops(...).macs`` has the MACs of every layer. ``bits`` are the highest of any layer, at
+    which the convention "paper" prices the work outside the quantised layers; ``at(step)`` has the bits of every
+    pattern; ``q_min`` and ``q_max`` are the lowest and highest bits of any layer. Without ``q_grad`` the gradients of
+    a group have its own ``q_max``, as a ``PrecisionScheduler`` sets them.
 
     >>> from cpt_core.schedules.schedule import StaticSchedule
     >>> s = LayeredSchedule(((("conv*",), StaticSchedule(4, 10), 30), (("fc",), StaticSchedule(8, 10), 10)))
@@ -39,41 +39,40 @@ class LayeredSchedule(Schedule):
     def __post_init__(self) -> None:
         check_types(type(self), vars(self))
         try:
-            found = [(tuple(patterns), s, macs) for patterns, s, macs in self.parts]
+            groups = [(tuple(patterns), s, macs) for patterns, s, macs in self.parts]
         except (TypeError, ValueError):
             raise ValueError(
                 f"parts must be groups (patterns, schedule, MACs), got {short_repr(self.parts)}"
             ) from None
         parts = tuple(
             (patterns, s, check_int("the MACs of a group", macs, 1))
-            for patterns, s, macs in found
+            for patterns, s, macs in groups
         )
         object.__setattr__(self, "parts", parts)
         names = [name for patterns, _, _ in parts for name in patterns]
-        if not parts or not all(patterns for patterns, _, _ in parts):
+        has_patterns = [bool(patterns) for patterns, _, _ in parts]
+        if not parts or not all(has_patterns):
             raise ValueError(
                 f"parts: a layered schedule needs groups of layers, each with a pattern; got {self.parts!r}"
             )
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"pattern {twice[0]!r} is in two groups")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"pattern {duplicates[0]!r} is in two groups")
         schedules = [s for _, s, _ in parts]
         for schedule in schedules:
-            if not isinstance(schedule, Schedule) or isinstance(
-                schedule, LayeredSchedule
-            ):
+            is_schedule = isinstance(schedule, Schedule)
+            if not is_schedule or isinstance(schedule, LayeredSchedule):
                 raise ValueError(
                     f"a group has a schedule that is not layered itself, got {schedule!r}"
                 )
-        if len(lengths := {s.total_steps for s in schedules}) > 1:
+        lengths = {s.total_steps for s in schedules}
+        if len(lengths) > 1:
             raise ValueError(
                 f"schedules must have one length, got {sorted(lengths)} steps"
             )
-        set_range(
-            self,
-            min(s.q_min for s in schedules),
-            max(s.q_max for s in schedules),
-            *lengths,
-        )
+        q_min = min(s.q_min for s in schedules)
+        q_max = max(s.q_max for s in schedules)
+        set_range(self, q_min, q_max, *lengths)
 
     @property
     def by_pattern(self) -> dict[str, Schedule]:
@@ -90,25 +89,22 @@ class LayeredSchedule(Schedule):
         """Return the bits of every group and step, shape (groups, total_steps)."""
         return np.stack([s.bits() for _, s, _ in self.parts])
 
-    def _mean(self, of: Callable[[Schedule], float]) -> float:
-        """Mean over groups, weighted by MACs, of a number for each."""
-        return float(
-            np.average(
-                [of(s) for _, s, _ in self.parts],
-                weights=[macs for _, _, macs in self.parts],
-            )
-        )
+    def _mean(self, number: Callable[[Schedule], float]) -> float:
+        """Return the mean over groups, weighted by MACs, of a number of each schedule."""
+        numbers = [number(s) for _, s, _ in self.parts]
+        macs = [macs for _, _, macs in self.parts]
+        return float(np.average(numbers, weights=macs))
 
     def values(self) -> Array:
         """Return the highest bits of any group at every step as floats."""
         return self.by_group().max(0).astype(np.float64)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        return self._mean(
-            lambda s: s.relative_cost(
-                s.q_max if q_grad is None else q_grad, q_max, *priced
-            )
-        )
+        def group_cost(s: Schedule) -> float:
+            group_q_grad = s.q_max if q_grad is None else q_grad
+            return s.relative_cost(group_q_grad, q_max, *priced)
+
+        return self._mean(group_cost)
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""

@@ -1,6 +1,7 @@
-"""The precision range test: how few bits does this training bear?  The original CPT paper, section 3.3.
+"""Precision range test: the lowest precision that still trains.  The original CPT paper, section 3.3.
 
-Short trainings at 2, 3, 4, ... bits are compared with one at q_max, from the same weights and on the same batches:
+``precision_range_test`` tests a model with the training loop of a user, ``run_range_test`` trainings of any other
+origin. Short trainings at 2, 3, 4, ... bits are compared with one at q_max, from the same weights and on the same batches:
 
     f(q) = (L_start - L_q) / (L_start - L_qmax)        q_min = the lowest q with f(q) >= 0.8
 
@@ -16,11 +17,12 @@ L_q is the mean training loss over the second half of a short training at q bits
 ...     loss = (model(x) - x[:, :2]).square().mean()
 ...     loss.backward(), optimizer.step(), optimizer.zero_grad()
 ...     return loss
->>> found = precision_range_test(model, train_step, optimizer, bits=(4, 6), dwell=60)
->>> found.q_min
+>>> tested = precision_range_test(model, train_step, optimizer, bits=(4, 6), dwell=60)
+>>> tested.q_min
 4
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -34,7 +36,11 @@ from cpt_core.quantization.convert import QuantConfig
 from cpt_core.schedules.schedule import MAX_STEPS
 from cpt_core.validation import check_bits, check_choice, check_int, check_types
 from cpt_extras.progress import progress_bar
-from cpt_extras.search.range_test_result import MODES, PrecisionRange, judge
+from cpt_extras.search.range_test_result import (
+    THRESHOLDS,
+    PrecisionRange,
+    evaluate_range_test,
+)
 from cpt_extras.search.restartable import (
     RestartableTraining,
     TrainStep,
@@ -43,7 +49,7 @@ from cpt_extras.search.restartable import (
 
 
 class RangeTestWarning(UserWarning):
-    """The answer of a range test could have been another one."""
+    """Warning that the noise of a range test could have changed its answer."""
 
 
 def precision_range_test(
@@ -69,8 +75,8 @@ def precision_range_test(
         train_step: ``train_step(step) -> loss`` does one whole optimizer step of your model on batch number ``step``,
             the same batch whenever the number is the same, and returns the loss.
         optimizer: the one that ``train_step`` uses.
-        stateful: what else ``train_step`` changes and is to be put back before every training, such as an LR scheduler
-            or a GradScaler: objects with ``state_dict`` and ``load_state_dict``.
+        stateful: further objects that ``train_step`` changes and that are reset before every training, such as an LR
+            scheduler or a GradScaler, with ``state_dict`` and ``load_state_dict``.
         q_max: bits of the training that the others are compared with, and of all gradients.
         bits: precisions to try below q_max; None takes 2 to q_max - 1.
         dwell: optimizer steps at each precision; the second half is the window in which losses are averaged. Below 80
@@ -83,7 +89,7 @@ def precision_range_test(
         seeds: repetitions, to know the noise: the model keeps its weights and takes the batches from number
             ``seed * dwell`` on: if these come round every ``dwell`` steps, all seeds are the same training.
         config: of ``quantize_``; None quantises all layers.
-        progress: show a bar; None shows it to people only, in a terminal or a notebook.
+        progress: show a progress bar; None shows it in a terminal or a notebook only.
 
     Returns:
         q_min with the share of every precision. q_min is None, and ``reason`` says why, when training at q_max diverges
@@ -121,54 +127,70 @@ def run_range_test(
     seeds: Sequence[int] = (0, 1, 2),
     progress: bool | None = None,
 ) -> PrecisionRange:
-    """Do what ``precision_range_test`` does with the trials that ``start(q_max, seeds, dwell)`` yields."""
+    """Run the range test with the trainings that ``start(q_max, seeds, dwell)`` yields.
+
+    Args:
+        start: yields a training and the number of its first batch, for every seed.
+        q_max: see ``precision_range_test``, as all further arguments.
+        bits: precisions to try below q_max.
+        dwell: optimizer steps at each precision.
+        mode: "reset" or "continuing".
+        threshold: on the shares.
+        seeds: repetitions.
+        progress: show a progress bar; None shows it in a terminal or a notebook only.
+    """
     check_types(
         run_range_test,
         {"bits": bits, "threshold": threshold, "seeds": seeds, "progress": progress},
     )
-    check_choice("mode", mode, tuple(MODES))
-    threshold = MODES[mode] if threshold is None else threshold
+    check_choice("mode", mode, tuple(THRESHOLDS))
+    threshold = THRESHOLDS[mode] if threshold is None else threshold
     if not 0 < threshold < 1:
         raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")
     dwell = check_int("dwell", dwell, 4, MAX_STEPS)
     q_max = check_bits("q_max", q_max)
-    if bits is None and q_max < 3:
-        raise ValueError(
-            f"q_max must be at least 3, as 2 to q_max - 1 are tried; got {q_max}"
-        )
-    tried = (
-        tuple(range(2, q_max))
-        if bits is None
-        else tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
-    )
-    if not tried or tried[-1] > q_max:
-        raise ValueError(
-            f"bits must name precisions below q_max = {q_max}, got {bits!r}"
-        )
+    all_bits = (*_check_tested_bits(bits, q_max), q_max)
     seeds = tuple(dict.fromkeys(check_int("each of seeds", s, 0) for s in seeds))
     if not seeds:
         raise ValueError(f"seeds must name at least one, got {seeds!r}")
-    all_bits = (*tried, q_max)
-    plan = (
-        [[q] * dwell for q in all_bits]
-        if mode == "reset"
-        else [[q for q in all_bits for _ in range(dwell)]]
+
+    trainings_bits = [[q] * dwell for q in all_bits]  # of every step of every training
+    if mode == "continuing":
+        trainings_bits = [list(itertools.chain.from_iterable(trainings_bits))]
+    losses_by_seed = []  # [seed][precision][step]
+    total = len(seeds) * len(all_bits) * dwell
+    bar = progress_bar("range test", total=total, progress=progress)
+    # closing restores the model now, whatever happens, not when the traceback of an error is deleted
+    with bar, closing(start(q_max, seeds, dwell)) as trainings:
+        for training, first in trainings:
+            losses: list[float] = []
+            for training_bits in trainings_bits:
+                losses += training.losses(training_bits, first, q_max, bar)
+            losses_by_seed.append(
+                [losses[i : i + dwell] for i in range(0, len(losses), dwell)]
+            )
+            title = training.title
+
+    answer = evaluate_range_test(
+        losses_by_seed, all_bits, mode, threshold, dwell, title
     )
-    traces = []  # per seed: the losses of every precision
-    bar = progress_bar(
-        "range test", total=len(seeds) * len(all_bits) * dwell, progress=progress
-    )
-    with (
-        bar,
-        closing(start(q_max, seeds, dwell)) as started,
-    ):  # put back now, not when an error is forgotten
-        for trial, first in started:
-            losses = [
-                loss for part in plan for loss in trial.losses(part, first, q_max, bar)
-            ]
-            traces.append([losses[i : i + dwell] for i in range(0, len(losses), dwell)])
-            title = trial.title
-    found = judge(traces, all_bits, mode, threshold, dwell, title)
-    if found.warning:
-        warnings.warn(found.warning, RangeTestWarning, stacklevel=3)
-    return found
+    if answer.warning:
+        warnings.warn(answer.warning, RangeTestWarning, stacklevel=3)
+    return answer
+
+
+def _check_tested_bits(bits: Any, q_max: int) -> tuple[int, ...]:
+    """Return the precisions to try, rising; ValueError unless there is one below ``q_max``, and none above."""
+    if bits is None:
+        if q_max < 3:
+            raise ValueError(
+                f"q_max must be at least 3, as 2 to q_max - 1 are tried; got {q_max}"
+            )
+        return tuple(range(2, q_max))
+
+    tested_bits = tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
+    if not tested_bits or tested_bits[-1] > q_max:
+        raise ValueError(
+            f"bits must name precisions below q_max = {q_max}, got {bits!r}"
+        )
+    return tested_bits

@@ -1,4 +1,4 @@
-"""Schedules for the roles of a layer's tensors: weights, activations, and the gradients of both backward products.
+"""Schedules by role of a tensor: weights, activations, and the gradients of both backward matmuls.
 
 Beyond the paper, which has one schedule for weights and activations, and static gradients.
 
@@ -32,16 +32,17 @@ Part = Schedule | int | str | None
 
 @dataclass(frozen=True)
 class RoleSchedules(Schedule):
-    """A schedule for every role; levels for a role that keeps one, "float32" for one that is left alone.
+    """One schedule for every role; a level instead of a schedule is constant, "float32" leaves a role unquantised.
 
     Args:
-        weight: of weights and biases.
-        activation: of inputs, hidden states, and what attention multiplies.
-        gradient: of the gradients of outputs, in both backward products; instead of the next two.
-        error: of those that are multiplied with weights, to give the gradient of the input.
-        weight_gradient: of those that are multiplied with activations, to give the gradient of the weight.
+        weight: schedule of weights and biases.
+        activation: schedule of inputs, hidden states, and the operands of attention.
+        gradient: schedule of the output gradients in both backward matmuls, instead of the next two arguments.
+        error: schedule of the output gradients in the matmul with the weights, which gives the input gradient.
+        weight_gradient: schedule of the output gradients in the matmul with the activations, which gives the weight
+            gradient.
 
-    ``bits`` are those of activations; ``q_min`` and ``q_max`` those of weights and activations together.
+    ``bits`` are the bits of activations; ``q_min`` and ``q_max`` are over weights and activations together.
 
     Raises:
         ValueError: for roles that are missing or given twice, or schedules of several lengths.
@@ -55,7 +56,7 @@ class RoleSchedules(Schedule):
     kind: ClassVar[str] = "roles"
 
     def __post_init__(self) -> None:
-        """Check the roles; let ``gradient`` stand for both of its own."""
+        """Check the roles; replace ``gradient`` by ``error`` and ``weight_gradient``."""
         check_types(type(self), vars(self))
         if self.gradient is not None:
             if self.error is not None or self.weight_gradient is not None:
@@ -81,16 +82,12 @@ class RoleSchedules(Schedule):
                 f"schedules of roles must have one length, got {sorted(lengths)} steps"
             )
         for name in RoleLevels._fields:
-            object.__setattr__(
-                self, name, _schedule(name, getattr(self, name), *lengths)
-            )
-        lowest = min(self.parts.weight.q_min, self.parts.activation.q_min)
-        set_range(
-            self,
-            lowest,
-            max(self.parts.weight.q_max, self.parts.activation.q_max),
-            *lengths,
-        )
+            schedule = _schedule(name, getattr(self, name), *lengths)
+            object.__setattr__(self, name, schedule)
+
+        q_min = min(self.parts.weight.q_min, self.parts.activation.q_min)
+        q_max = max(self.parts.weight.q_max, self.parts.activation.q_max)
+        set_range(self, q_min, q_max, *lengths)
 
     @property
     def parts(self) -> RoleLevels:
@@ -103,7 +100,7 @@ class RoleSchedules(Schedule):
         return RoleLevels(*(s.q_max for s in self.parts))
 
     def values(self) -> Array:
-        """Return those of activations."""
+        """Return the bits of activations before rounding, shape (total_steps,)."""
         return self.parts.activation.values()
 
     def levels(self, q_grad: int | None = None) -> RoleLevels:
@@ -116,16 +113,17 @@ class RoleSchedules(Schedule):
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if q_grad is not None:
-            check_bits(
-                "q_grad", q_grad
-            )  # it says nothing: gradients have schedules of their own
-        spent, top = role_prices(self.levels(), q_max, *priced)
-        return float(spent.mean() / top)
+            # checked only: gradients have schedules of their own
+            check_bits("q_grad", q_grad)
+        prices, baseline_price = role_prices(self.levels(), q_max, *priced)
+        return float(prices.mean() / baseline_price)
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps, weights and activations, relative to static ``q_max``."""
-        top, forward = self.q_max if q_max is None else q_max, self.parts[:2]
-        return sum(s.noise_exposure(top) for s in forward) / len(forward)
+        top = self.q_max if q_max is None else q_max
+        forward_schedules = self.parts[:2]
+        exposures = [s.noise_exposure(top) for s in forward_schedules]
+        return sum(exposures) / len(exposures)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
@@ -144,16 +142,13 @@ def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
         return part
     if isinstance(part, str) and part != "float32":
         raise ValueError(f"{name} is a schedule, a level, or 'float32', got {part!r}")
-    return StaticSchedule(
-        FLOAT32 if part == "float32" else check_int(f"level of {name}", part, 1),
-        total_steps,
-    )
+    level = FLOAT32 if part == "float32" else check_int(f"level of {name}", part, 1)
+    return StaticSchedule(level, total_steps)
 
 
 def _from_dict(**roles: Mapping[str, Any]) -> RoleSchedules:
-    return RoleSchedules(
-        **{name: schedule_from_dict(part) for name, part in roles.items()}
-    )
+    schedules = {name: schedule_from_dict(part) for name, part in roles.items()}
+    return RoleSchedules(**schedules)
 
 
 KINDS["roles"] = _from_dict

@@ -1,6 +1,6 @@
 """Schedules that ``solve_schedule`` returns: a warped profile, single steps changed, a delay.  Beyond the paper.
 
-They load when ``schedule_from_dict`` reads one.
+This module loads when ``schedule_from_dict`` reads such a schedule.
 
 >>> schedule = CyclicSchedule(Warped("linear", 0.5), q_min=3, q_max=8, total_steps=6, n_cycles=1)
 >>> schedule.bits().tolist(), DelayedSchedule(schedule, hold=2).bits().tolist()
@@ -31,7 +31,7 @@ from cpt_extras.formats.prices import role_prices
 
 @dataclass(frozen=True)
 class Warped(Profile):
-    """f(x) = g(x**power), g another profile: the same two ends, reached earlier (power < 1) or later (power > 1).
+    """Profile f(x) = g(x**power) of a profile g, whose rise moves earlier (power < 1) or later (power > 1).
 
     One number takes every profile from static ``q_max`` (power to 0) to static ``q_min`` (power to infinity);
     ``solve_schedule`` chooses it.
@@ -45,11 +45,8 @@ class Warped(Profile):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        check_choice(
-            "profile",
-            self.base,
-            (name for name, kind in PROFILES.items() if kind is not Warped),
-        )
+        bases = [name for name, kind in PROFILES.items() if kind is not Warped]
+        check_choice("profile", self.base, bases)
         check_types(type(self), vars(self))
         if not 0 < self.power < math.inf:
             raise ValueError(f"power must be positive, got {self.power}")
@@ -60,13 +57,16 @@ class Warped(Profile):
         return PROFILES[self.base]().growth(x**self.power)
 
     def vertical(self, x: Array) -> Array:
-        """Return 1 - g(x**(1/power)): a falling cycle gets cheaper with the power too, as a rising one does."""
+        """Return 1 - g(x**(1/power)), so that a larger power makes falling cycles cheaper, as it does rising ones."""
         return PROFILES[self.base]().vertical(x ** (1 / self.power))
 
 
 @dataclass(frozen=True)
 class AdjustedSchedule(Schedule):
-    """A cyclic schedule with the bits of a few steps changed, ``((step, bits), ...)``: how short ones meet a budget."""
+    """A cyclic schedule with the bits of a few steps changed, ``((step, bits), ...)``.
+
+    A short schedule meets a budget this way, where rounding makes the cost of the cycles too coarse.
+    """
 
     schedule: CyclicSchedule
     changes: tuple[tuple[int, int], ...]
@@ -77,16 +77,13 @@ class AdjustedSchedule(Schedule):
         set_range(
             self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps
         )
-        ends = self.q_min, self.q_max
-        pairs = check_pairs("changes", self.changes, "(step, bits)")
-        changes = tuple(
-            sorted(
-                (self.schedule._check_step(t), check_int("bits", b, *ends))
-                for t, b in pairs
-            )
-        )
+        checked = []
+        for step, bits in check_pairs("changes", self.changes, "(step, bits)"):
+            step = self.schedule._check_step(step)
+            checked.append((step, check_int("bits", bits, self.q_min, self.q_max)))
+        changes = tuple(sorted(checked))
         object.__setattr__(self, "changes", changes)
-        if len({t for t, _ in changes}) < len(changes):
+        if len({step for step, _ in changes}) < len(changes):
             raise ValueError(f"a step is changed once, got {changes}")
 
     def values(self) -> Array:
@@ -99,12 +96,12 @@ class AdjustedSchedule(Schedule):
 
 @dataclass(frozen=True)
 class DelayedSchedule(Schedule):
-    """``hold`` steps at ``q_max``, or without quantisation, then another schedule: low precision, but not at the start.
+    """A schedule after ``hold`` steps at ``q_max``, or without quantisation: low precision, but not at the start.
 
     Args:
-        schedule: the other one.
-        hold: steps before it.
-        level: of these steps, gradients included: None for ``q_max``, or ``FLOAT32``.
+        schedule: the schedule of the steps after the delay.
+        hold: number of steps of the delay.
+        level: of the steps of the delay, gradients included: None for ``q_max``, or ``FLOAT32``.
 
     Paper: section 5 (the closing remark, that a delay of low precision avoids the damage; not tested there).
     """
@@ -130,39 +127,30 @@ class DelayedSchedule(Schedule):
 
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""
-        return np.concatenate(
-            [
-                np.full(self.hold, float(self.level or self.q_max)),
-                self.schedule.values(),
-            ]
-        )
+        delay = np.full(self.hold, float(self.level or self.q_max))
+        return np.concatenate([delay, self.schedule.values()])
 
     def levels(self, q_grad: int | None = None) -> RoleLevels:
-        """Return the levels of every step and role; gradients are not quantised as long as nothing is."""
-        found = super().levels(q_grad)
+        """Return the levels of every step and role; in a delay in float32 gradients are not quantised either."""
+        levels = super().levels(q_grad)
         if self.level is None:
-            return found
-        gradients = np.where(
-            np.arange(self.total_steps) < self.hold, self.level, found.error
-        )
-        return found._replace(error=gradients, weight_gradient=gradients)
+            return levels
+        in_delay = np.arange(self.total_steps) < self.hold
+        gradients = np.where(in_delay, self.level, levels.error)
+        return levels._replace(error=gradients, weight_gradient=gradients)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if self.level is None:
             return super()._relative_cost(q_max, q_grad, *priced)
-        spent, top = role_prices(
-            self.levels(q_max if q_grad is None else q_grad), q_max, *priced
-        )
-        return float(spent.mean() / top)
+        levels = self.levels(q_max if q_grad is None else q_grad)
+        prices, baseline_price = role_prices(levels, q_max, *priced)
+        return float(prices.mean() / baseline_price)
 
 
 def delay_steps(delay: float, total_steps: int) -> int:
-    """Return how many steps a delay, a share of the training, takes; ValueError unless 0 <= delay < 1."""
-    if (
-        isinstance(delay, bool)
-        or not isinstance(delay, (int, float))
-        or not 0 <= delay < 1
-    ):
+    """Return the number of steps of a delay, a share of the training; ValueError unless 0 <= delay < 1."""
+    is_number = isinstance(delay, (int, float)) and not isinstance(delay, bool)
+    if not is_number or not 0 <= delay < 1:
         raise ValueError(
             f"delay is a share of the training, 0 <= delay < 1; got {delay!r}"
         )

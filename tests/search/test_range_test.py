@@ -13,7 +13,7 @@ from cpt_core.quantization import convert
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.make import make_schedule
 from cpt_extras.search.range_test import RangeTestWarning
-from cpt_extras.search.range_test_result import judge
+from cpt_extras.search.range_test_result import evaluate_range_test
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.training.recipe_trials import recipe_range_test
 from tests.search.test_restartable import problem
@@ -40,7 +40,7 @@ def judged(
                 for i, level in enumerate(levels)
             ]
         )
-    return judge(traces, bits, mode, threshold, 8, "by hand")
+    return evaluate_range_test(traces, bits, mode, threshold, 8, "by hand")
 
 
 def test_shares_by_hand():
@@ -57,7 +57,7 @@ def test_shares_by_hand():
 
 def test_only_the_second_half_of_the_dwell_counts():
     trace = [[3.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]]
-    found = judge([trace * 2], (2, 8), "reset", 0.8, 8, "")
+    found = evaluate_range_test([trace * 2], (2, 8), "reset", 0.8, 8, "")
     assert found.losses == ((1.0, 1.0),)
     assert found.q_min == 2
 
@@ -102,7 +102,10 @@ def test_noise_is_no_progress():
         (0.05, 2),
     ):  # a fall by 0.1, of which +- 0.12 and +- 0.03 are noise
         trace = [3.0, *[2.9 + swing, 2.9 - swing] * 4][:8]
-        assert judge([[trace, trace]], (2, 8), "reset", 0.8, 8, "").q_min == q_min
+        assert (
+            evaluate_range_test([[trace, trace]], (2, 8), "reset", 0.8, 8, "").q_min
+            == q_min
+        )
 
 
 def test_continuing_takes_the_first_precision_at_which_the_loss_falls():
