@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.numerics import NUMERICS
-from cpt_core.quantization.rounding import GRANULARITIES, ZERO_POINT, num_steps
+from cpt_core.quantization.rounding import RANGE_FUNCTIONS, ZERO_POINT, num_steps
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_extras.kernels import backend, gemm_backend, operators
 from cpt_lab.experiments.registry import recipe
@@ -135,7 +135,7 @@ def pin_roundings() -> dict[str, str]:
     x = ((count * 40_503) % 65_536 - 30_000).float().view(3, 40, 14) / 4096
     key = torch.tensor(1_234_567_890_123, dtype=torch.int64)
     found = {}
-    for granularity in GRANULARITIES:
+    for granularity in RANGE_FUNCTIONS:
         for zero in ("", ZERO_POINT):
             for bits in (2, 5, 8):
                 for rounding, noise_key in (("nearest", None), ("stochastic", key)):

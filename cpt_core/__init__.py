@@ -1,8 +1,32 @@
-"""Cyclic precision training: schedules, quantised training and its cost in bit operations.
+"""Cyclic precision training (CPT): schedules, quantised training and its cost in bit operations.
 
 Reference implementation of *Better Schedules for Low Precision Training of Deep Neural Networks* (Wolfe and
-Kyrillidis).  Names are resolved on first use, so ``import cpt_core`` takes neither torch nor time.  What a training
-needs is here; the rest is in rooms, such as ``cpt.search.sensitivity`` and ``cpt.diagnostics.record``.
+Kyrillidis).
+
+The problem: training at few bits is cheaper but loses accuracy. CPT varies the number of bits q_t of weights and
+activations over the run, between ``q_min`` and ``q_max``, with gradients at ``q_max``; the paper compares ten such
+schedules by accuracy and by cost. That needs a training loop in which the bits change at every optimizer step.
+
+The design is three lines around an ordinary loop:
+
+    model = cpt.quantize_(model)
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64_000)
+    scheduler = cpt.PrecisionScheduler(model, schedule)
+
+- ``make_schedule`` (schedules) returns the bits of every step.
+- ``quantize_`` (quantization) registers hooks on the modules. While the model runs, a ``TorchFunctionMode`` intercepts
+  its matmuls and convolutions. Instead of y = f(a, b) it computes y = f(q(a), q(b)), where q rounds to a uniform grid
+  of 2**bits values; in the backward pass dy is rounded before both backward GEMMs (dgrad and wgrad).
+- ``scheduler.step()`` after ``optimizer.step()`` writes the number of grid steps of the next bits into one tensor per
+  layer, so that neither eager nor compiled code changes.
+- ``count_bitops`` (bitops) prices the run before it starts; ``graphs`` and ``models`` hold the graph convolutions and
+  the networks of the paper.
+
+The trade-offs: rounding is simulated, values lie on the grid but are stored in float32, so the cost in bit operations
+is computed and not measured as time. Faster kernels, int8 execution, other number formats, precision search and
+diagnostics are in ``cpt_extras``, which ``cpt_core`` re-exports but does not need.
+
+Names are resolved on first use, so ``import cpt_core`` takes neither torch nor time.
 
 >>> import cpt_core as cpt
 >>> cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=64_000).savings

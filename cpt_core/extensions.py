@@ -1,9 +1,10 @@
-"""Where optional parts register: the only file of ``cpt_core`` that names what stands beside it.
+"""Registry of optional parts: the only file of ``cpt_core`` that names modules of ``cpt_extras``.
 
 An optional part is a module that fills extension points when it is imported: it replaces the rounding functions of
-``quantization.fake_quantize``, adds handlers of functions (``register_handler``), executors (``EXECUTORS``), kinds of
-schedules, or prices. The core loads one when a model or a configuration asks for it, and works without any. What helps
-users of other libraries, such as warnings, is called through ``services``.
+``quantization.fake_quantize``, adds handlers of torch functions (``register_handler``), executors (``OP_EXECUTORS``),
+kinds of schedules, or prices.  ``load`` imports a part that a model or a configuration needs and fails without it;
+``load_optional`` returns None instead.  Parts that only help, such as warnings, are called through ``services``, which
+returns a stub with a warning where ``cpt_extras`` is not installed.  So the core works without any of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the public names of cpt_extras, which cpt_core passes on
+if TYPE_CHECKING:  # public names of cpt_extras that cpt_core re-exports
     from cpt_extras import diagnostics as diagnostics
     from cpt_extras import formats as formats
     from cpt_extras import kernels as kernels
@@ -42,26 +43,26 @@ EXTENSIONS = {
     "prices": "cpt_extras.formats.prices",  # costs of a training step other than BitOps
     "layered": "cpt_extras.search.layered",  # schedules of groups of layers
     "roles": "cpt_extras.search.role_schedules",  # schedules of weights, activations and gradients
-    "adjusted": "cpt_extras.search.solved_schedules",  # schedules for a budget: single steps changed
+    "adjusted": "cpt_extras.search.solved_schedules",  # schedules solved for a budget by changing single steps
     "delayed": "cpt_extras.search.solved_schedules",  # a delay before a schedule
     "table": "cpt_extras.search.custom_schedules",  # a table of bits, or a function
-    "warped": "cpt_extras.search.solved_schedules",  # a profile that is read at a power
-    "operations": "cpt_extras.operations",  # functions of torch that few models use
+    "warped": "cpt_extras.search.solved_schedules",  # a profile read at a power of its argument
+    "operations": "cpt_extras.operations",  # torch functions that few models call
     "recurrences": "cpt_extras.operations.recurrences",  # packed sequences, two directions, GRUs and RNNs
-    "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run in unusual ways
+    "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run inside compilers, other modes or threads
     "split_gradients": "cpt_extras.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator
     "int8": "cpt_extras.int8.register",  # execution on 8-bit integers
     "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
-    "hosts": "cpt_extras.integrations.hosts",  # what the models of other libraries need when they are converted
-    "wrappers": "cpt_extras.integrations.wrapped_names",  # names of layers in a model that another module wraps
-    "processes": "cpt_extras.integrations.processes",  # noise of its own for every process, sharded weights
-    "small_gradients": "cpt_extras.diagnostics.small_gradients",  # a warning of losses that should be scaled
-    "exact_zeros": "cpt_extras.diagnostics.exact_zeros",  # a warning of pruned weights
-    "empty_ranges": "cpt_extras.diagnostics.empty_ranges",  # a warning of evaluation without running ranges
-    "added_modules": "cpt_extras.diagnostics.added_modules",  # a warning of layers that came after conversion
-    "missing_steps": "cpt_extras.diagnostics.missing_steps",  # a warning for loops that never call step()
-    "constant_features": "cpt_extras.kernels.constant_features",  # what is computed of them is computed once
+    "hosts": "cpt_extras.integrations.hosts",  # conversion of models of other libraries
+    "wrappers": "cpt_extras.integrations.wrapped_names",  # layer names of models inside wrappers such as DDP
+    "processes": "cpt_extras.integrations.processes",  # separate rounding noise per process; check for sharded weights
+    "small_gradients": "cpt_extras.diagnostics.small_gradients",  # warning: gradients too small for their grid
+    "exact_zeros": "cpt_extras.diagnostics.exact_zeros",  # warning: pruned weights whose grid has no 0
+    "empty_ranges": "cpt_extras.diagnostics.empty_ranges",  # warning: evaluation without running ranges
+    "added_modules": "cpt_extras.diagnostics.added_modules",  # warning: layers added after conversion
+    "missing_steps": "cpt_extras.diagnostics.missing_steps",  # warning: training loops that never call step()
+    "constant_features": "cpt_extras.kernels.constant_features",  # cache of results of features that never change
     "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer
     "dgl": "cpt_extras.integrations.dgl",  # graphs and graph convolutions of DGL
     "pyg": "cpt_extras.integrations.pyg",  # graphs of PyTorch Geometric
@@ -69,7 +70,7 @@ EXTENSIONS = {
 
 
 def load(name: str) -> Any:
-    """Import an optional part, which registers itself, and return its module; RuntimeError where it is not there."""
+    """Import an optional part and return its module; RuntimeError if it is not installed."""
     if not is_installed(name):
         raise RuntimeError(
             f"{name!r} needs the package {EXTENSIONS[name].partition('.')[0]}, which is not installed"
@@ -78,12 +79,12 @@ def load(name: str) -> Any:
 
 
 def load_optional(name: str) -> Any:
-    """Return the imported optional part of a name, such as a kind of layer or schedule; None if there is none."""
+    """Return the imported optional part ``name``, such as a kind of layer or schedule; None if there is none."""
     return load(name) if name in EXTENSIONS and is_installed(name) else None
 
 
 def services(name: str) -> Any:
-    """Return the module of an optional part; where it is not installed, what warns and does nothing in its place."""
+    """Return the module of an optional part, or a warning and a stub if it is not installed."""
     module = load_optional(name)
     if module is None:
         warnings.warn(
@@ -94,10 +95,13 @@ def services(name: str) -> Any:
 
 
 class NotInstalled:
-    """An optional part that is not there: its functions take anything, and return None."""
+    """Stub of an optional part that is not installed: its functions accept any arguments and return None."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: None
+        def do_nothing(*args: Any) -> None:
+            return None
+
+        return do_nothing
 
 
 def is_installed(name: str) -> bool:

@@ -1,6 +1,10 @@
-"""Public names of a package, resolved on first use: what it imports for type checkers is the only list of them.
+"""Lazy imports of public names: a package imports a submodule when one of its names is first used.
 
-Those of ``cpt_extras`` are collected in ``extensions``, so that ``cpt_core`` names what stands beside it in one file.
+A package lists its public names once, as imports under ``if TYPE_CHECKING`` for type checkers.  ``attach`` reads
+the same imports from the source and returns the module's ``__all__``, ``__getattr__`` and ``__dir__``.  Names of
+``cpt_extras`` are listed in ``cpt_core.extensions``, so that one file of ``cpt_core`` depends on that package.
+
+On import this module also adds an explanation to failing imports of modules that earlier releases had.
 """
 
 from __future__ import annotations
@@ -13,70 +17,81 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-COLLECTED = "cpt_core.extensions"
+COLLECTING_MODULE = "cpt_core.extensions"
+# former name -> current name of subpackages, accepted until the release after 0.4
 FORMER_NAMES = {
     "choosing": "search",
     "inspecting": "diagnostics",
-}  # of subpackages, until the release after 0.4
+}
 
 
 def _explain_missing(name: str, path: Any = None, target: Any = None) -> None:
-    """Explain a missing module of the package: a model that was pickled whole may name it."""
+    """Raise ModuleNotFoundError for a missing module of the package, which a whole-model pickle may name."""
     if name.startswith("cpt_core.") and not name.endswith(".__main__"):
-        said = f"No module named {name!r} in this release, see CHANGELOG.md. A model that was pickled whole, as by "
-        said += "torch.save(model), loads only in the release that wrote it: keep its state_dict() or export it there"
-        raise ModuleNotFoundError(said, name=name)
+        raise ModuleNotFoundError(
+            f"No module named {name!r} in this release, see CHANGELOG.md. A model that was pickled whole, as by "
+            "torch.save(model), loads only in the release that wrote it: keep its state_dict() or export it there",
+            name=name,
+        )
 
 
-sys.meta_path.append(SimpleNamespace(find_spec=_explain_missing))  # asked last
+sys.meta_path.append(
+    SimpleNamespace(find_spec=_explain_missing)
+)  # the last finder that is tried
 
 
 def defining_modules(package: str) -> dict[str, str]:
-    """Return the public names of an imported package, and the module of each: its imports ``if TYPE_CHECKING``.
+    """Return public name -> module of an imported package: its imports ``if TYPE_CHECKING``.
 
-    The home of a subpackage is the package above it.
+    The module of a subpackage is the package above it.
     """
     source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
-    blocks = [node.body for node in ast.parse(source).body if isinstance(node, ast.If)]
-    imports = [
-        node for block in blocks for node in block if isinstance(node, ast.ImportFrom)
-    ]
-    found = {alias.name: str(node.module) for node in imports for alias in node.names}
-    if COLLECTED in found.values():
-        collected = defining_modules(import_module(COLLECTED).__name__)
-        found = {
-            name: collected[name] if home == COLLECTED else home
-            for name, home in found.items()
-        }
-    return found
+    modules: dict[str, str] = {}
+    for block in ast.parse(source).body:
+        if not isinstance(block, ast.If):
+            continue
+        for node in block.body:
+            if isinstance(node, ast.ImportFrom):
+                modules |= {alias.name: str(node.module) for alias in node.names}
+
+    if COLLECTING_MODULE not in modules.values():
+        return modules
+    collected = defining_modules(import_module(COLLECTING_MODULE).__name__)
+    return {
+        name: collected[name] if module == COLLECTING_MODULE else module
+        for name, module in modules.items()
+    }
 
 
-def is_top_level(home: str) -> bool:
-    """Return whether the home of a public name is a whole package, so that the name is a subpackage of it."""
-    return "." not in home
+def is_top_level(module: str) -> bool:
+    """Return whether ``module`` is a whole package, so that a name imported from it is a subpackage."""
+    return "." not in module
 
 
 def attach(
     package: str,
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use."""
-    home = defining_modules(package)
-    module = sys.modules[package]
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package with lazy names."""
+    modules = defining_modules(package)
+    package_module = sys.modules[package]
 
-    def get(name: str) -> Any:
-        if FORMER_NAMES.get(name) in home:
+    def get_attribute(name: str) -> Any:
+        if FORMER_NAMES.get(name) in modules:
             warnings.warn(
                 f"{package}.{name} is now {package}.{FORMER_NAMES[name]}",
                 DeprecationWarning,
                 stacklevel=2,
             )
             name = FORMER_NAMES[name]
-        if name not in home:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if is_top_level(home[name]):
-            return import_module(f"{home[name]}.{name}")
-        value = getattr(import_module(home[name]), name)
-        setattr(module, name, value)
+        if is_top_level(modules[name]):
+            return import_module(f"{modules[name]}.{name}")
+        value = getattr(import_module(modules[name]), name)
+        setattr(package_module, name, value)
         return value
 
-    return list(home), get, lambda: sorted({*vars(module), *home})
+    def list_names() -> list[str]:
+        return sorted({*vars(package_module), *modules})
+
+    return list(modules), get_attribute, list_names

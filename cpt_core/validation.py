@@ -1,9 +1,13 @@
-"""Checks of arguments: errors that name the value and what is allowed."""
+"""Argument validation: checks that raise ValueError with the value and what is allowed.
+
+``check_int``, ``check_bits`` and ``check_choice`` check one value; ``check_types`` the arguments of a function, or
+all fields of a dataclass, against their annotations.  ``short_repr`` and ``suggest_names`` format values for messages.
+"""
 
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from numbers import Real
@@ -11,10 +15,15 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 MAX_BITS = 32
+MAX_LISTED_CHARACTERS = 160  # about a line of a terminal
+MAX_REPR_CHARACTERS = 200
 
 
 def check_inputs(inputs: Any) -> None:
-    """Raise ValueError for inputs that ``model(*inputs)`` would take apart: a tensor by itself is one of its rows."""
+    """Raise ValueError if ``inputs`` is no tuple of forward arguments.
+
+    ``model(*inputs)`` would iterate over the rows of a tensor that is given by itself.
+    """
     if not isinstance(inputs, (tuple, list)):
         raise ValueError(
             f"inputs must be a tuple of the arguments of forward, got a {type(inputs).__name__}; "
@@ -23,119 +32,146 @@ def check_inputs(inputs: Any) -> None:
 
 
 def check_int(
-    what: str, value: Any, least: int | None = None, most: int | None = None
+    name: str, value: Any, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """Return ``value`` as an int; ValueError for no whole number from ``least`` to ``most``, and for booleans."""
-    wanted = "an integer" if least is None else f"a whole number of at least {least}"
-    wanted += "" if most is None else f" and at most {most}"
+    """Return ``value`` as an int.
+
+    Raises:
+        ValueError: for a boolean, for no whole number, and for one outside ``minimum`` to ``maximum``.
+    """
+    expected = "an integer"
+    if minimum is not None:
+        expected = f"a whole number of at least {minimum}"
+    if maximum is not None:
+        expected += f" and at most {maximum}"
+
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{what} must be {wanted}, got {short_repr(value)}") from None
-    if (
-        isinstance(value, bool)
-        or (least is not None and number < least)
-        or (most is not None and number > most)
-    ):
-        raise ValueError(f"{what} must be {wanted}, got {short_repr(value)}")
+        raise ValueError(
+            f"{name} must be {expected}, got {short_repr(value)}"
+        ) from None
+
+    is_too_small = minimum is not None and number < minimum
+    is_too_large = maximum is not None and number > maximum
+    if isinstance(value, bool) or is_too_small or is_too_large:
+        raise ValueError(f"{name} must be {expected}, got {short_repr(value)}")
     return number
 
 
-def check_bits(what: str, bits: Any) -> int:
-    """Return ``bits`` as an int when it is a whole number in 1..32, also as a float, else raise ValueError."""
+def check_bits(name: str, bits: Any) -> int:
+    """Return ``bits`` as an int; ValueError for anything but a whole number in 1..32.
+
+    A float that is a whole number, such as 8.0, is accepted.
+    """
+    is_whole_float = isinstance(bits, float) and bits.is_integer()
     try:
-        return check_int(
-            what,
-            int(bits) if isinstance(bits, float) and bits.is_integer() else bits,
-            1,
-            MAX_BITS,
-        )
+        return check_int(name, int(bits) if is_whole_float else bits, 1, MAX_BITS)
     except ValueError:
         raise ValueError(
-            f"{what} must be an integer from 1 to {MAX_BITS}, got {short_repr(bits)}"
+            f"{name} must be an integer from 1 to {MAX_BITS}, got {short_repr(bits)}"
         ) from None
 
 
-def check_choice(what: str, value: Any, allowed: Iterable[str]) -> str:
-    """Return ``value`` if it is one of ``allowed``; else a ValueError names them, of many the three nearest."""
-    names = tuple(allowed)
-    if not isinstance(value, str) or value not in names:
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Return ``value`` if it is one of ``allowed``, else raise ValueError with the nearest choices."""
+    choices = tuple(allowed)
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(
-            f"unknown {what} {short_repr(value)}; {suggest_names(value, names)}"
+            f"unknown {name} {short_repr(value)}; {suggest_names(value, choices)}"
         )
     return value
 
 
 def suggest_names(value: Any, names: Sequence[str]) -> str:
-    """Return what there is instead of a wrong name: all names, or of more than a line the three nearest."""
-    listed = ", ".join(names)
-    if len(listed) <= 160:
-        return f"choose from {listed}"
-    return f"the nearest of {len(names)} are {', '.join(get_close_matches(str(value), names, n=3, cutoff=0.0))}"
+    """Return the part of a message that lists valid names, or the three nearest of many."""
+    all_names = ", ".join(names)
+    if len(all_names) <= MAX_LISTED_CHARACTERS:
+        return f"choose from {all_names}"
+    nearest = get_close_matches(str(value), names, n=3, cutoff=0.0)
+    return f"the nearest of {len(names)} are {', '.join(nearest)}"
 
 
-def check_types(what: Any, given: Mapping[str, Any], parts: bool = False) -> None:
-    """Raise ValueError for the first value that is not of the type its annotation declares; it names both.
+def check_types(annotated: Any, values: Mapping[str, Any], parts: bool = False) -> None:
+    """Raise ValueError if a value does not match its type annotation; the message names both.
 
     ``check_types(function, locals())`` at the top of a function checks its arguments;
     ``check_types(type(self), vars(self))`` in ``__post_init__`` checks the fields. With ``parts``
     the elements of tuples, lists and mappings are checked, too. A bool is not accepted as a
     number, nor a string as a list. Ranges are checked where the values are used.
     """
-    for name, hint in _hints(
-        getattr(what, "__func__", what)
-    ).items():  # a method is kept, its object is not
-        if name in given and not _fits(given[name], hint, parts):
+    # the cache must hold the function and not a bound method, which would keep its object alive
+    function = getattr(annotated, "__func__", annotated)
+    for name, hint in _type_hints(function).items():
+        if name in values and not _has_type(values[name], hint, parts):
             raise ValueError(
-                f"{name} must be {_type_text(hint)}, got {short_repr(given[name])}"
+                f"{name} must be {_type_text(hint)}, got {short_repr(values[name])}"
             )
 
 
 @lru_cache(maxsize=1024)
-def _hints(what: Any) -> dict[str, Any]:
-    return {
-        name: hint for name, hint in get_type_hints(what).items() if name != "return"
-    }
+def _type_hints(annotated: Any) -> dict[str, Any]:
+    hints = get_type_hints(annotated)
+    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
-def _fits(value: Any, hint: Any, parts: bool) -> bool:
-    """Return whether a value is of a type; what is no class, such as ``Any`` or a protocol, takes everything."""
-    kind, of = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, UnionType):
-        return any(_fits(value, one, parts) for one in of)
-    if kind is int:
-        return not isinstance(value, bool) and (
-            _is_index(value) or (isinstance(value, float) and value.is_integer())
-        )
-    if kind is float:
+def _has_type(value: Any, hint: Any, parts: bool) -> bool:
+    """Return whether a value has an annotated type; ``Any`` and protocols accept everything."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_has_type(value, alternative, parts) for alternative in arguments)
+    if origin is int:
+        return _is_whole_number(value)
+    if origin is float:
         return isinstance(value, Real) and not isinstance(value, bool)
-    if kind in (tuple, Sequence, Iterable):
-        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-            return False
-        if not parts:
-            return True
-        each = (
-            of
-            if kind is tuple and of[-1] is not ...
-            else of[:1] * len(value)
-            if isinstance(value, Sized)
-            else ()
-        )
-        listed = isinstance(value, (tuple, list)) and len(each) == len(value)
-        return listed and all(
-            _fits(v, one, parts) for v, one in zip(value, each, strict=True)
-        )
-    if kind is Mapping:
-        items = value.items() if isinstance(value, Mapping) else ()
-        return isinstance(value, Mapping) and all(
-            not parts or (_fits(k, of[0], parts) and _fits(v, of[1], parts))
-            for k, v in items
-        )
-    return (
-        kind is Any
-        or not isinstance(kind, type)
-        or getattr(kind, "_is_protocol", False)
-        or isinstance(value, kind)
+    if origin in (tuple, Sequence, Iterable):
+        return _is_sequence(value, origin, arguments, parts)
+    if origin is Mapping:
+        return _is_mapping(value, arguments, parts)
+    if origin is Any or not isinstance(origin, type):
+        return True
+    if getattr(origin, "_is_protocol", False):
+        return True
+    return isinstance(value, origin)
+
+
+def _is_whole_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return _is_index(value) or (isinstance(value, float) and value.is_integer())
+
+
+def _is_sequence(
+    value: Any, origin: Any, element_hints: tuple[Any, ...], parts: bool
+) -> bool:
+    """Return whether a value is iterable and, with ``parts``, a tuple or list of elements of the annotated types."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+        return False
+    if not parts:
+        return True
+    if not isinstance(value, (tuple, list)):
+        return False
+
+    has_fixed_length = origin is tuple and element_hints[-1] is not ...
+    hints = element_hints if has_fixed_length else element_hints[:1] * len(value)
+    if len(hints) != len(value):
+        return False
+    return all(
+        _has_type(element, hint, parts)
+        for element, hint in zip(value, hints, strict=True)
+    )
+
+
+def _is_mapping(value: Any, hints: tuple[Any, ...], parts: bool) -> bool:
+    """Return whether a value is a mapping and, with ``parts``, its keys and values have the annotated types."""
+    if not isinstance(value, Mapping):
+        return False
+    if not parts:
+        return True
+    key_hint, value_hint = hints
+    return all(
+        _has_type(key, key_hint, parts) and _has_type(element, value_hint, parts)
+        for key, element in value.items()
     )
 
 
@@ -147,7 +183,7 @@ def _is_index(value: Any) -> bool:
     return True
 
 
-_WORDS = {
+TYPE_WORDS = {
     int: "an integer",
     float: "a number",
     str: "a string",
@@ -157,19 +193,18 @@ _WORDS = {
 
 
 def _type_text(hint: Any) -> str:
-    """Write a type for people: words for what is simple, else the annotation without the names of modules."""
+    """Return a type in words, or its annotation without module names."""
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(_type_text, get_args(hint))))
     if get_origin(hint) is Callable:
         return "a function"
-    return _WORDS.get(hint) or re.sub(
+    return TYPE_WORDS.get(hint) or re.sub(
         r"(\w+\.)+(?=\w)", "", inspect.formatannotation(hint)
     )
 
 
 def short_repr(value: Any) -> str:
-    """Write a value for an error: as Python does, but the type alone of what takes lines or hundreds of characters."""
+    """Return the ``repr`` of a value for a message, or its type alone if that is long."""
     text = repr(value)
-    return (
-        text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
-    )
+    is_short = len(text) <= MAX_REPR_CHARACTERS and "\n" not in text
+    return text if is_short else f"a {type(value).__name__}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.rounding import GRANULARITIES
+from cpt_core.quantization.rounding import RANGE_FUNCTIONS
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.formats.quantizer import Quantizer
 from cpt_extras.formats.tensor_rounding import quantize
@@ -60,7 +60,7 @@ def quantisers(device: str) -> dict[str, Any]:
     """Numbers that differ, by granularity and bits; a mean over samples may differ in its last digit."""
     x = torch.randn(64, 32, 16, 16, generator=torch.Generator().manual_seed(0))
     found: dict[str, Any] = {}
-    for name in GRANULARITIES:
+    for name in RANGE_FUNCTIONS:
         for q in BITS:
             here, there = (
                 quantize(x, q, Quantizer(name)),

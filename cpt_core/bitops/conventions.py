@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CONVENTIONS = ("paper", "per_op")
 # pass -> roles of its operands: y = x w; dx = dy w; dw = x dy
-PASSES = {
+PASS_OPERANDS = {
     "forward": ("activation", "weight"),
     "error": ("error", "weight"),
     "weight": ("weight_gradient", "activation"),
@@ -53,6 +53,6 @@ def priced_passes(operation: Operation, convention: str) -> tuple[str, ...]:
     if operation.part in UNPRICED_PARTS[convention]:
         return ()
     if convention == "paper":
-        return () if operation.is_recomputed else tuple(PASSES)
+        return () if operation.is_recomputed else tuple(PASS_OPERANDS)
     computed = {"forward": True, "error": operation.error, "weight": operation.weight}
-    return tuple(name for name in PASSES if computed[name])
+    return tuple(name for name in PASS_OPERANDS if computed[name])

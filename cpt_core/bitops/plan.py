@@ -30,7 +30,12 @@ import torch
 from torch import nn
 
 from cpt_core import extensions
-from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
+from cpt_core.bitops.conventions import (
+    CONVENTIONS,
+    PASS_OPERANDS,
+    priced_passes,
+    row_name,
+)
 from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import meta_copy, preserve_state
 from cpt_core.bitops.tally import (
@@ -103,7 +108,7 @@ class BitOpsPlan:
         """BitOps of the forward pass, of input gradients ("error") and of weight gradients."""
         return {
             p: sum(b.get(p, 0) for b in self.bitops.values()) / FULL_PRECISION**2
-            for p in PASSES
+            for p in PASS_OPERANDS
         }
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cpt_core.bitops.conventions import PASSES, is_matmul, row_name
+from cpt_core.bitops.conventions import PASS_OPERANDS, is_matmul, row_name
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import RoleLevels
 
@@ -22,7 +22,7 @@ IN_FLOAT32 = Formats(FULL_PRECISION, FULL_PRECISION, FULL_PRECISION, FULL_PRECIS
 
 
 class CountedPass(NamedTuple):
-    """A pass of a layer: its name in ``PASSES``, and the formats of both operands."""
+    """A pass of a layer: its name in ``PASS_OPERANDS``, and the formats of both operands."""
 
     layer: str
     name: str
@@ -86,7 +86,7 @@ class Tally:
     ) -> None:
         """Add passes of an operation."""
         for name in passes:
-            first, second = (getattr(formats, role) for role in PASSES[name])
+            first, second = (getattr(formats, role) for role in PASS_OPERANDS[name])
             counted = CountedPass(row_name(operation), name, first, second)
             self.macs[counted] += times * operation.macs
             if name == "forward" and is_matmul(operation):

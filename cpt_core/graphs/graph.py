@@ -19,7 +19,7 @@ from cpt_core import extensions
 from cpt_core.graphs import csr
 from cpt_core.validation import check_choice, check_int, check_types, short_repr
 
-REDUCES = ("sum", "mean")
+REDUCTIONS = ("sum", "mean")
 MAX_NODES = 2**63 - 1
 
 
@@ -185,7 +185,7 @@ class Graph:
 
         (S, F) floating -> (D, F) of the same type; half precisions are summed in float32.
         """
-        check_choice("reduce", reduce, REDUCES)
+        check_choice("reduce", reduce, REDUCTIONS)
         check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         has_backward = wide.requires_grad and torch.is_grad_enabled()

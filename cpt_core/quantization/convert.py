@@ -30,12 +30,16 @@ from cpt_core.quantization.op_interception import (
     interception_mode_class,
     leave_module,
 )
-from cpt_core.quantization.precision import EXECUTIONS, RUNNING_STARTS, LayerPrecision
+from cpt_core.quantization.precision import (
+    EXECUTION_MODES,
+    RUNNING_STARTS,
+    LayerPrecision,
+)
 from cpt_core.quantization.roles import QUANTIZERS, ROUNDINGS, Quantizer, find_quantizer
 from cpt_core.validation import check_choice, check_int, check_types
 
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
-AGGREGATIONS = ("fp", "quantized")
+AGGREGATION_MODES = ("fp", "quantized")
 ATTENTIONS = ("per_token", "paper")
 PAPER_LAYERS = (
     "linear",
@@ -78,11 +82,11 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         check_types(type(self), {**vars(self), "ladder": None}, parts=True)
-        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("aggregation", self.aggregation, AGGREGATION_MODES)
         check_choice("attention", self.attention, ATTENTIONS)
         check_choice("running_start", self.running_start, RUNNING_STARTS)
         check_int("seed", self.seed, *INT64)
-        check_choice("execution", self.execution, EXECUTIONS)
+        check_choice("execution", self.execution, EXECUTION_MODES)
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
             raise ValueError(
                 f"quantizers: missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}"
@@ -129,7 +133,7 @@ class QuantConfig:
 
 # Which layers stay in float32 is not in the paper; these are the authors' choices per experiment.
 # Differs: the paper names no layers in float32. CIFAR keeps the classifier there, ImageNet also the stem and shortcuts.
-PRESETS: dict[str, QuantConfig] = {
+QUANT_PRESETS: dict[str, QuantConfig] = {
     "all": QuantConfig(),
     "cifar": QuantConfig(float32=("fc",)),
     "imagenet": QuantConfig(float32=("conv1", "*.downsample.0", "fc")),
@@ -165,8 +169,8 @@ def quantize_(
     """
     check_types(quantize_, locals())
     if not isinstance(config, QuantConfig):
-        config = PRESETS[
-            check_choice("preset", "all" if config is None else config, PRESETS)
+        config = QUANT_PRESETS[
+            check_choice("preset", "all" if config is None else config, QUANT_PRESETS)
         ]
     extensions.services("processes").check_unsharded(model, "call quantize_(model)")
     if is_converted(model):

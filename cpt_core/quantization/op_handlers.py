@@ -12,7 +12,7 @@ So no range spans samples, tokens or nodes but a running range, which evaluation
 in memory plays no part in eager code, see ``feature_axes``. Outside of the paper's layers every grid has a zero point
 (``round_with_zero_point``), as has the grid of a weight that is computed, such as a masked one.
 
-Add a function here: a handler, and a line of ``HANDLERS``.
+Add a function here: a handler, and a line of ``HANDLERS_BY_NAME``.
 
 In float32, by name: a sum over one element (the angles of rotary positions are such products, and no sums; its operands
 would have ranges of one number, which are exact), unless it weights the only position, as the first step with a cache
@@ -542,7 +542,7 @@ def register_handler(
     OP_HANDLERS.update(dict.fromkeys(functions, bound))
 
 
-HANDLERS: dict[
+HANDLERS_BY_NAME: dict[
     str, tuple[Callable[..., Any], str]
 ] = {  # function -> handler, and the names of its operands
     "linear": (linear, "input weight bias"),
@@ -552,7 +552,7 @@ HANDLERS: dict[
     "scaled_dot_product_attention": (attention, "query key value attn_mask"),
     "softmax": (softmax, "input dim"),
 }
-for _name, (_handler, _operands) in HANDLERS.items():
+for _name, (_handler, _operands) in HANDLERS_BY_NAME.items():
     register_handler(functions_named(_name), _handler, _operands)
 
 

@@ -37,7 +37,7 @@ HOOK = "_interception"  # name of the attribute that a hooked module has
 # function of torch -> ``handler(mode, function, *args, **kwargs)``, which returns None where it leaves that to torch
 OP_HANDLERS: dict[Any, Callable[..., Any]] = {}
 # (execution, operation) -> what computes it instead: ``executor(precision, operands, roles, along, options)``
-EXECUTORS: dict[tuple[str, str], Callable[..., Any]] = {}
+OP_EXECUTORS: dict[tuple[str, str], Callable[..., Any]] = {}
 # function -> ``composite(mode, *args, **kwargs)``, the same function with its inner ones visible
 COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}
 # function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are
@@ -347,7 +347,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             macs: first, second, output -> multiply-accumulates of the forward pass.
             gradient: role of the output's gradient.
             along: dimension of the first and second operand over which the operation sums; None for that of the role.
-            options: of the operation, such as the geometry of a convolution, for ``EXECUTORS``.
+            options: of the operation, such as the geometry of a convolution, for ``OP_EXECUTORS``.
         """
         precision = layer.precision
         if precision is None or not self.is_active(precision):
@@ -355,7 +355,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         else:
             if precision.zeros_unchecked:
                 precision.warn_of_exact_zeros(roles[1], operands[1])
-            executor = EXECUTORS.get((precision.execution, name))
+            executor = OP_EXECUTORS.get((precision.execution, name))
             found = (
                 None
                 if executor is None

@@ -18,7 +18,7 @@ from cpt_core.quantization.rounding import Range
 from cpt_core.schedules.schedule import RoleLevels
 from cpt_core.validation import check_bits
 
-EXECUTIONS = ("simulated", "integer", "auto")
+EXECUTION_MODES = ("simulated", "integer", "auto")
 RUNNING_STARTS = ("corrected", "zero")
 HALF = (
     torch.float16,

@@ -69,15 +69,15 @@ def _range_over(x: Tensor, dims: tuple[int, ...]) -> Range:
     return low, x.amax(dims, keepdim=True).float() - low
 
 
-GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
+RANGE_FUNCTIONS: dict[str, Callable[[Tensor], Range]] = {
     function.__name__: function
     for function in (per_tensor, per_channel, per_row, per_position, per_sample_mean)
 }
 
 
 def range_of(x: Tensor, grid: str) -> Range:
-    """Return the ranges of a tensor that is not empty; ``grid``: a name of ``GRANULARITIES``, or with a zero point."""
-    return GRANULARITIES[grid.removesuffix(ZERO_POINT)](x)
+    """Return the ranges of a non-empty tensor; ``grid``: a name of ``RANGE_FUNCTIONS``, or with a zero point."""
+    return RANGE_FUNCTIONS[grid.removesuffix(ZERO_POINT)](x)
 
 
 def has_zero_point(grid: str) -> bool:

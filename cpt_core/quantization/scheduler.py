@@ -445,7 +445,7 @@ def check_eval_bits(value: Any) -> EvalBits:
 
 
 def resolve_levels(
-    what: str, value: int | str, layer: LayerPrecision, name: str
+    argument: str, value: int | str, layer: LayerPrecision, name: str
 ) -> RoleLevels:
     """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""
     if isinstance(value, str) and value == "float":
@@ -458,9 +458,9 @@ def resolve_levels(
         return layer.highest
     if isinstance(value, str):
         raise ValueError(
-            f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}"
+            f"{argument} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}"
         )
-    return RoleLevels(*[check_bits(what, value)] * 4)
+    return RoleLevels(*[check_bits(argument, value)] * 4)
 
 
 def _short(value: Any) -> str:

@@ -20,10 +20,11 @@ from cpt_core import extensions
 from cpt_core.validation import MAX_BITS, check_bits, short_repr
 
 FULL_PRECISION = 32  # bits of an unquantised operand
-Ladders = Any  # a FormatLadder, or a tuple of that of every role, in the order of ``RoleLevels``
-StepCost = Callable[
-    [int], float
-]  # bits -> what a step at them costs in another unit, such as seconds
+Ladders = (
+    Any  # a FormatLadder, or a tuple with one per role, in the order of ``RoleLevels``
+)
+# bits -> cost of a step at these bits in another unit, such as seconds
+StepCost = Callable[[int], float]
 
 
 def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
@@ -33,9 +34,9 @@ def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
         bits: forward bits q of each step, any shape.
         q_grad: gradient bits, a scalar or one per step.
 
-    Paper: section 4.1 gives the price of one product.
-    Differs: the paper leaves the share of the backward pass open; one forward and two backward products, as the
-        authors' cost scripts count them.
+    Paper: section 4.1 gives the price of one matmul.
+    Differs: the paper leaves the share of the backward pass open; this counts one forward and two backward matmuls, as
+        the authors' cost scripts do.
     """
     q, g = whole_bits("bits", bits), whole_bits("q_grad", q_grad)
     return q * q + 2 * q * g
@@ -48,15 +49,18 @@ def relative_cost(
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
 ) -> float:
-    """Return the mean cost of the steps divided by that of training at static ``q_max``, gradients at ``q_max``, too.
+    """Return the mean cost of the steps, divided by the cost of a static step at ``q_max`` bits.
+
+    The static baseline has its gradients at ``q_max``, too.
 
     Args:
         bits: forward bits of every step, or levels of a ladder, shape (steps,).
         q_max: bits of the static baseline, and of its gradients.
         q_grad: gradient bits of the steps; ``q_max`` when None.
-        cost: of a step by its bits; a name of ``COSTS`` prices the formats of a ladder; ``step_cost`` when None.
-        ladder: on which bits are levels, or the ladder of every role, as ``QuantConfig.ladder``; the paper's when None.
-            A function knows its own.
+        cost: function from bits to the cost of a step, or a name of ``COSTS``, which prices the formats of a ladder;
+            ``step_cost`` when None.
+        ladder: the ladder of which ``bits`` are levels, or one per role, as ``QuantConfig.ladder``; the paper's grids
+            when None. A cost function needs none.
 
     Paper: section 4.1 (cost relative to the static baseline).
 
@@ -88,7 +92,7 @@ def noise_exposure(bits: ArrayLike, q_max: int) -> float:
 
 
 def whole_bits(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """Return values as integers; ValueError unless all are whole numbers that bits may be."""
+    """Return ``values`` as integers; ValueError unless all are whole numbers from 1 to 32."""
     array = np.asarray(values)
     if array.dtype.kind not in "iuf" or (array != np.rint(array)).any():
         raise ValueError(f"{name} must be whole numbers, got {short_repr(values)}")

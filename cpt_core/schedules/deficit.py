@@ -13,7 +13,7 @@ from cpt_core.validation import check_int
 
 @dataclass(frozen=True)
 class DeficitSchedule(Schedule):
-    """``q_high`` bits, but ``q_low`` inside the windows: the schedule of a critical-period experiment.
+    """Schedule of a critical-period experiment: ``q_low`` bits inside windows of steps, ``q_high`` elsewhere.
 
     >>> DeficitSchedule(3, 8, windows=[(2, 4)], total_steps=6).bits().tolist()
     [8, 8, 3, 3, 8, 8]
@@ -21,8 +21,8 @@ class DeficitSchedule(Schedule):
     Args:
         q_low: bits inside the windows; also ``q_min``.
         q_high: bits elsewhere, and of the gradients; also ``q_max``.
-        windows: pairs (start, stop) of 0-based steps, half-open: ``start <= t < stop``; none is no deficit. They are
-            kept in order of time.
+        windows: pairs (start, stop) of 0-based steps, half-open: ``start <= t < stop``. They are sorted by
+            time; without windows there is no deficit.
 
     Raises:
         ValueError: for windows that overlap, are empty, end before they start or lie outside the training.
@@ -42,17 +42,17 @@ class DeficitSchedule(Schedule):
         set_range(self, self.q_low, self.q_high, self.total_steps)
         pairs = check_pairs("windows", self.windows, "(start, stop)")
         windows = sorted(
-            (check_int("start of windows", a), check_int("stop of windows", b))
-            for a, b in pairs
+            (check_int("start of windows", start), check_int("stop of windows", stop))
+            for start, stop in pairs
         )
         for start, stop in windows:
             if not 0 <= start < stop <= self.total_steps:
                 raise ValueError(
                     f"window {start, stop} must satisfy 0 <= start < stop <= total_steps = {self.total_steps}"
                 )
-        for a, b in itertools.pairwise(windows):
-            if b[0] < a[1]:
-                raise ValueError(f"windows {a} and {b} overlap")
+        for first, second in itertools.pairwise(windows):
+            if second[0] < first[1]:
+                raise ValueError(f"windows {first} and {second} overlap")
         object.__setattr__(self, "windows", tuple(windows))
 
     def values(self) -> Array:

@@ -1,4 +1,4 @@
-"""Make a schedule by name, or from the description that ``to_dict`` gave."""
+"""Construction of schedules, by name (``make_schedule``) or from a stored description (``schedule_from_dict``)."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from cpt_core.schedules.schedule import (
 )
 from cpt_core.validation import check_choice, check_types, short_repr
 
-ORDER = "name, q_min, q_max, total_steps, n_cycles"
+ARGUMENT_ORDER = "name, q_min, q_max, total_steps, n_cycles"
 
 
 def make_schedule(
@@ -28,18 +28,19 @@ def make_schedule(
     cycle_rule: str = "exact",
     profile: Profile | None = None,
 ) -> Schedule:
-    """Make one of the paper's ten schedules, another of ``SCHEDULES``, or the static baseline, by name.
+    """Return the schedule of a name: one of the paper's ten, another of ``SCHEDULES``, or the static baseline.
 
     Args:
         name: LR LT CR CT RR RTV RTH ER ETV ETH, or STATIC.
         q_min: lowest bits; needed by all but STATIC, which has none (give ``q_max`` or nothing).
         q_max: highest bits, reached at the last step.
         total_steps: optimizer steps of the training.
-        n_cycles, cycle_rule: see ``CyclicSchedule``.
-        profile: another constant for the same profile, such as ``Rex(d=0.5)``; the result has no ``name``.
+        n_cycles: number of cycles, see ``CyclicSchedule``.
+        cycle_rule: rule for the length of a cycle, see ``CyclicSchedule``.
+        profile: the profile with another constant, such as ``Rex(d=0.5)``; the schedule then has no ``name``.
 
     Raises:
-        ValueError: for an unknown name or values that make no schedule.
+        ValueError: for an unknown name or invalid values.
         TypeError: without ``q_max`` or ``total_steps``.
 
     Paper: sections 3.1, 3.2.
@@ -49,13 +50,10 @@ def make_schedule(
     """
     check_choice("schedule", name, (*SCHEDULES, STATIC))
     if q_max is None or total_steps is None:
-        missing = [
-            what
-            for what, value in (("q_max", q_max), ("total_steps", total_steps))
-            if value is None
-        ]
+        required = {"q_max": q_max, "total_steps": total_steps}
+        missing = [argument for argument, value in required.items() if value is None]
         raise TypeError(
-            f"make_schedule needs {' and '.join(missing)}; the order is {ORDER}"
+            f"make_schedule needs {' and '.join(missing)}; the order is {ARGUMENT_ORDER}"
         )
     if name == STATIC:
         if q_min not in (None, q_max) or profile is not None:
@@ -74,9 +72,9 @@ def make_schedule(
         raise ValueError(
             f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes"
         )
-    chosen = standard if profile is None else profile
+    used_profile = standard if profile is None else profile
     return CyclicSchedule(
-        profile=chosen,
+        profile=used_profile,
         q_min=q_min,
         q_max=q_max,
         total_steps=total_steps,
@@ -84,21 +82,24 @@ def make_schedule(
         triangular=entry.triangular,
         mirror=entry.mirror,
         cycle_rule=cycle_rule,
-        name=name if chosen == standard else "",
+        name=name if used_profile == standard else "",
     )
 
 
 def schedule_from_dict(description: Mapping[str, Any]) -> Schedule:
-    """Rebuild a schedule from ``to_dict()``; raises ValueError for what describes none.
+    """Rebuild a schedule from the description that ``to_dict()`` returned.
 
     A schedule that does not end at q_max warned when it was made; it is rebuilt without another warning.
+
+    Raises:
+        ValueError: for anything else.
     """
     check_types(schedule_from_dict, locals())
     try:
         fields = dict(description)
         kind = fields.pop("kind")
         extensions.load_optional(kind)
-        return KINDS[check_choice("kind", kind, KINDS)](**fields)
+        return SCHEDULE_KINDS[check_choice("kind", kind, SCHEDULE_KINDS)](**fields)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"description must be what to_dict() returned, got {short_repr(description)}: {error!r}"
@@ -114,8 +115,8 @@ def _cyclic_from_dict(profile: dict[str, Any], **fields: Any) -> Schedule:
         return CyclicSchedule(curve, **fields)
 
 
-# kind of a schedule -> what makes it from its description; optional parts add theirs
-KINDS: dict[str, Callable[..., Schedule]] = {
+# kind of a schedule -> function that builds it from its description; optional parts add their kinds
+SCHEDULE_KINDS: dict[str, Callable[..., Schedule]] = {
     "static": StaticSchedule,
     "cyclic": _cyclic_from_dict,
     "deficit": DeficitSchedule,

@@ -1,4 +1,4 @@
-"""Profiles, the growth curves of a cycle, and the suite of the paper's ten schedules.  Paper: sections 3.1, 3.2."""
+"""Profiles, the growth curves of one cycle, and the suite of the paper's ten schedules.  Paper: sections 3.1, 3.2."""
 
 import math
 from dataclasses import dataclass
@@ -59,9 +59,8 @@ class Exponential(Profile):
         check_types(type(self), vars(self))
         if not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be positive, got {self.rate}")
-        object.__setattr__(
-            self, "rate", float(self.rate)
-        )  # no number of numpy's, which checkpoints would hold
+        # a plain float, since checkpoints would store a numpy number
+        object.__setattr__(self, "rate", float(self.rate))
 
     def growth(self, x: Array) -> Array:
         """Return 1 - exp(-rate x)."""
@@ -111,7 +110,14 @@ PROFILES: dict[str, type[Profile]] = {
 
 @dataclass(frozen=True)
 class SuiteEntry:
-    """A named schedule: a profile, how it is turned, and the paper's group of savings ("own" for all but its ten)."""
+    """Entry of the suite of named schedules.
+
+    Attributes:
+        profile: name of the growth curve, a key of ``PROFILES``.
+        triangular: whether the 1st, 3rd, ... cycle runs downwards.
+        mirror: reflection for cycles that run downwards, see ``CyclicSchedule``.
+        savings: the paper's group by cost reduction; "own" for schedules outside of its ten.
+    """
 
     profile: str
     triangular: bool = False
@@ -133,8 +139,8 @@ SUITE: dict[str, SuiteEntry] = {
     "ETH": SuiteEntry("exponential", True, "horizontal", "small"),
 }
 
-# Every name that ``make_schedule`` takes; add yours, such as ``"PR": SuiteEntry("parabola")``, and a new profile to
-# ``PROFILES``.  The paper's grids, claims and figure 2 keep to ``SUITE``.
+# Every name that ``make_schedule`` accepts.  Add a schedule here, such as ``"PR": SuiteEntry("parabola")``, and a new
+# profile to ``PROFILES``.  The paper's grids, claims and figure 2 use ``SUITE`` alone.
 SCHEDULES: dict[str, SuiteEntry] = {**SUITE}
 
 STATIC = "STATIC"

@@ -1,4 +1,4 @@
-"""Static and cyclic schedules, and what every schedule can do.  Paper: section 3.
+"""Static and cyclic schedules, and the base class of all schedules.  Paper: section 3.
 
 >>> from cpt_core.schedules.profiles import Cosine
 >>> schedule = CyclicSchedule(Cosine(), q_min=3, q_max=8, total_steps=64_000)
@@ -25,8 +25,8 @@ from cpt_core.validation import (
     short_repr,
 )
 
-MAX_STEPS = 10**8  # of a training: schedules hold a number for each
-FLOAT32 = 32  # the level of what is not quantised
+MAX_TOTAL_STEPS = 10**8  # a schedule holds one number per step
+FLOAT32_LEVEL = 32  # level of an operand that is not quantised
 
 
 class ShortCycleWarning(UserWarning):
@@ -34,19 +34,35 @@ class ShortCycleWarning(UserWarning):
 
 
 class RoleLevels(NamedTuple):
-    """Something for every role: levels of a step (None is float32, too), or of every step, arrays (total_steps,)."""
+    """One value per role of an operand: its level at a step, or an array of its levels at all steps.
+
+    A level is the number of bits, or a rung of a format ladder; None is float32, too.
+
+    Attributes:
+        activation: input of a layer in the forward pass.
+        weight: weight in the forward pass and in the input gradient (dgrad).
+        error: output gradient where it is multiplied by the weight (dgrad).
+        weight_gradient: output gradient where it is multiplied by the activation (wgrad).
+    """
 
     activation: Any
     weight: Any
-    error: Any  # the output's gradient where it is multiplied with weights
-    weight_gradient: Any  # and where with activations
+    error: Any
+    weight_gradient: Any
 
 
 Levels = RoleLevels  # the name in whole-model pickles of release 0.3.0
 
 
 class Schedule:
-    """What every schedule can do. ``q_min``, ``q_max`` are bits, ``total_steps`` optimizer steps."""
+    """Base class of schedules: bits per optimizer step, their cost, and a JSON description.
+
+    Attributes:
+        q_min: fewest bits.
+        q_max: most bits.
+        total_steps: number of optimizer steps.
+        kind: name of the class in descriptions, a key of ``SCHEDULE_KINDS``.
+    """
 
     q_min: int
     q_max: int
@@ -59,15 +75,14 @@ class Schedule:
 
     @cached_property
     def _bits(self) -> NDArray[np.int64]:
-        bits = np.rint(self.values()).astype(
-            np.int64
-        )  # half to even, as the authors round
+        # rint rounds half to even, as the authors do
+        bits = np.rint(self.values()).astype(np.int64)
         bits.setflags(write=False)
         return bits
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the cached bits out of copies, which would be large and writable."""
-        return {k: v for k, v in self.__dict__.items() if k != "_bits"}
+        """Exclude the cached bits from copies and pickles, where they would be large and writable."""
+        return {name: value for name, value in vars(self).items() if name != "_bits"}
 
     def bits(self) -> NDArray[np.int64]:
         """Return the bits of every step, shape (total_steps,), read-only."""
@@ -86,19 +101,19 @@ class Schedule:
         return int(self._bits[self._check_step(step)])
 
     def levels(self, q_grad: int | None = None) -> RoleLevels:
-        """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
+        """Return the levels of every role at all steps; gradients have ``q_grad`` bits, ``q_max`` when None."""
         gradient_bits = self.q_max if q_grad is None else check_bits("q_grad", q_grad)
         gradients = np.broadcast_to(np.int64(gradient_bits), self.total_steps)
         return RoleLevels(self._bits, self._bits, gradients, gradients)
 
     def levels_at(self, step: int, q_grad: int | None = None) -> RoleLevels:
-        """Return the levels of a 0-based optimizer step."""
+        """Return the levels of every role at a 0-based optimizer step."""
         step = self._check_step(step)
         return RoleLevels(*(int(levels[step]) for levels in self.levels(q_grad)))
 
     @property
     def highest(self) -> RoleLevels:
-        """The highest level of every role, which "q_max" means where a model is evaluated."""
+        """Highest level of every role, used where a model is evaluated at "q_max"."""
         return RoleLevels(*[self.q_max] * 4)
 
     def relative_cost(
@@ -108,10 +123,13 @@ class Schedule:
         cost: StepCost | str | None = None,
         ladder: Ladders | None = None,
     ) -> float:
-        """Return the training cost relative to static ``q_max`` (its own) with gradients at ``q_max``.
+        """Return the cost of training relative to a static schedule at ``q_max`` bits.
 
-        Gradients have ``q_grad`` (``q_max``) bits.
-        By BitOps, a name of ``COSTS``, or a function, bits -> cost of a step; on a ladder, bits are its levels.
+        Args:
+            q_grad: gradient bits; ``q_max`` when None.
+            q_max: bits of the static schedule and its gradients; the schedule's own ``q_max`` when None.
+            cost: BitOps when None; a name of ``COSTS``, or a function from bits to the cost of a step.
+            ladder: format ladder of which the bits are levels.
         """
         return self._relative_cost(
             self.q_max if q_max is None else q_max, q_grad, cost, ladder
@@ -121,7 +139,7 @@ class Schedule:
         return relative_cost(self._bits, q_max, q_grad, *priced)
 
     def noise_exposure(self, q_max: int | None = None) -> float:
-        """Return the mean of 4**-q over the steps, relative to static ``q_max`` (its own; 1 = no extra noise)."""
+        """Return the mean of 4**-q over the steps, relative to static ``q_max`` bits (1: no extra noise)."""
         return noise_exposure(self._bits, self.q_max if q_max is None else q_max)
 
     def share_at(self, bits: int) -> float:
@@ -130,7 +148,7 @@ class Schedule:
 
     @property
     def savings(self) -> str | None:
-        """The group by size of the cost reduction: "large", "medium", "small", "none" (static), None (unnamed).
+        """Group by cost reduction: "large", "medium", "small", "none" (static), None (unnamed).
 
         Paper: section 3.2 (Groups I-III). Differs: section 4.5 of the paper uses the words the other way round.
         """
@@ -141,20 +159,17 @@ class Schedule:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {
-            "kind": self.kind,
-            **{
-                name: _plain(value)
-                for name, value in values.items()
-                if value is not None
-            },
-        }
+        description: dict[str, Any] = {"kind": self.kind}
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value is not None:
+                description[field.name] = _json_value(value)
+        return description
 
 
 @dataclass(frozen=True)
 class StaticSchedule(Schedule):
-    """The same bits at every step: the baseline.  Paper: section 4.1."""
+    """Constant bits: the baseline.  Paper: section 4.1."""
 
     q_max: int
     total_steps: int
@@ -179,14 +194,17 @@ class CyclicSchedule(Schedule):
     """``n_cycles`` cycles of a profile, its growth curve, between ``q_min`` and ``q_max`` bits.  Paper: section 3.1.
 
     Args:
-        profile: one of ``PROFILES``, or your own: its ``growth(x)`` is given places x in a cycle, from 0 to 1, as an
-            array, and returns values that lie in 0..1, too.
+        profile: one of ``PROFILES``, or a class of yours whose ``growth(x)`` maps an array of positions in a cycle, from
+            0 to 1, to values in 0..1.
+        q_min: fewest bits.
+        q_max: most bits.
+        total_steps: number of optimizer steps.
         n_cycles: even for a triangular schedule, which otherwise would end at ``q_min``.
         triangular: run the 1st, 3rd, ... cycle downwards.
-        mirror: how a cycle is turned round, "horizontal" f(1 - x) or "vertical" 1 - f(x).
-        cycle_rule: length of a cycle. "exact" is T/n, not rounded, so that every schedule ends at ``q_max`` and no
-            steps are left over; "floor" and "floor_plus_one" are the authors' two rules.
-        name: the paper's name, or "" for a schedule of one's own.
+        mirror: reflection for cycles that run downwards: "horizontal" f(1 - x) or "vertical" 1 - f(x).
+        cycle_rule: length of a cycle. "exact" is T/n without rounding, so that every schedule ends at ``q_max``
+            and no steps remain; "floor" and "floor_plus_one" are the authors' two rules.
+        name: the paper's name, or "" for any other schedule.
 
     Differs: the authors use floor(T/n) + 1 or floor(T/n) depending on the script; "exact" agrees with the latter
         whenever n divides T.
@@ -228,25 +246,24 @@ class CyclicSchedule(Schedule):
 
     def _values_at(self, steps: NDArray[np.int64]) -> Array:
         total, n = self.total_steps, self.n_cycles
-        if (
-            self.cycle_rule == "exact"
-        ):  # c = floor(t n / T), x = (t n mod T) / T: integers until the last division
-            cycle, rest = np.divmod(steps * n, total)
-            x = rest / total
+        if self.cycle_rule == "exact":
+            # c = floor(t n / T), x = (t n mod T) / T: integers until the last division
+            cycle, remainder = np.divmod(steps * n, total)
+            x = remainder / total
         else:
-            length = total // n + (self.cycle_rule == "floor_plus_one")
-            cycle, rest = np.divmod(steps, length)
-            x = rest / length
-        shape = self.profile.growth(x)
+            length = total // n
+            if self.cycle_rule == "floor_plus_one":
+                length += 1
+            cycle, remainder = np.divmod(steps, length)
+            x = remainder / length
+
+        growth = self.profile.growth(x)
         if self.triangular:
-            turned = (
-                self.profile.horizontal(x)
-                if self.mirror == "horizontal"
-                else self.profile.vertical(x)
-            )
-            shape = np.where(cycle % 2 == 0, turned, shape)
+            is_horizontal = self.mirror == "horizontal"
+            mirror = self.profile.horizontal if is_horizontal else self.profile.vertical
+            growth = np.where(cycle % 2 == 0, mirror(x), growth)
         # S = q_min + (q_max - q_min) f(x)
-        return self.q_min + (self.q_max - self.q_min) * shape
+        return self.q_min + (self.q_max - self.q_min) * growth
 
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""
@@ -254,7 +271,7 @@ class CyclicSchedule(Schedule):
 
 
 def _check_growth(profile: Profile) -> None:
-    """Raise ValueError for a curve that is no growth from 0 to 1, as one that takes steps."""
+    """Raise ValueError unless ``profile.growth`` rises within 0..1; a function of optimizer steps does not."""
     if type(profile) in PROFILES.values():
         return
     values = np.asarray(profile.growth(np.linspace(0.0, 1.0, 65)), dtype=np.float64)
@@ -267,42 +284,45 @@ def _check_growth(profile: Profile) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a field of a schedule as JSON holds it."""
     if isinstance(value, Schedule):
         return value.to_dict()
     if isinstance(value, Profile):
-        names = {kind: name for name, kind in PROFILES.items()}
-        if type(value) not in names:
-            raise ValueError(
-                f"{type(value).__name__} is not in PROFILES; add it there, or use FunctionSchedule"
-            )
-        return {"name": names[type(value)], **asdict(value)}
-    return [_plain(part) for part in value] if isinstance(value, tuple) else value
+        return _describe_profile(value)
+    if isinstance(value, tuple):
+        return [_json_value(element) for element in value]
+    return value
+
+
+def _describe_profile(profile: Profile) -> dict[str, Any]:
+    """Return name and constants of a profile; ValueError for one that has no name in ``PROFILES``."""
+    names = {profile_class: name for name, profile_class in PROFILES.items()}
+    if type(profile) not in names:
+        raise ValueError(
+            f"{type(profile).__name__} is not in PROFILES; add it there, or use FunctionSchedule"
+        )
+    return {"name": names[type(profile)], **asdict(profile)}
 
 
 def set_integers(schedule: Schedule, *names: str) -> None:
-    """Turn fields of a frozen schedule into plain integers; ValueError for one that is none, or any odd field."""
+    """Convert fields of a frozen schedule to plain integers; ValueError for a field of another type."""
     check_types(type(schedule), vars(schedule))
-    for name in (
-        names
-    ):  # numpy integers become int, so that equal schedules hash and serialise alike
+    # numpy integers become int, so that equal schedules have equal hashes and JSON
+    for name in names:
         object.__setattr__(schedule, name, check_int(name, getattr(schedule, name)))
 
 
 def set_range(schedule: Schedule, q_min: int, q_max: int, total_steps: int) -> None:
-    """Give a frozen schedule bits and length that are no fields of it; ValueError as ``check_range``."""
+    """Set bits and length of a frozen schedule that has no fields for them, after ``check_range``."""
     check_range(q_min, q_max, total_steps)
-    for name, value in (
-        ("q_min", q_min),
-        ("q_max", q_max),
-        ("total_steps", total_steps),
-    ):
+    attributes = {"q_min": q_min, "q_max": q_max, "total_steps": total_steps}
+    for name, value in attributes.items():
         object.__setattr__(schedule, name, value)
 
 
 def check_pairs(name: str, pairs: Any, meaning: str) -> list[tuple[Any, Any]]:
-    """Return pairs of values as a list; ValueError for anything else."""
+    """Return ``pairs`` as a list of tuples; ValueError if an element is no pair."""
     try:
         return [(first, second) for first, second in pairs]
     except (TypeError, ValueError):
@@ -312,9 +332,9 @@ def check_pairs(name: str, pairs: Any, meaning: str) -> list[tuple[Any, Any]]:
 
 
 def check_range(q_min: int, q_max: int, total_steps: int) -> None:
-    """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there are 1 to ``MOST_STEPS`` steps."""
+    """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there are 1 to ``MAX_TOTAL_STEPS`` steps."""
     if not 1 <= q_min <= q_max <= MAX_BITS:
         raise ValueError(
             f"bits must satisfy 1 <= q_min <= q_max <= {MAX_BITS}, got q_min={q_min}, q_max={q_max}"
         )
-    check_int("total_steps", total_steps, 1, MAX_STEPS)
+    check_int("total_steps", total_steps, 1, MAX_TOTAL_STEPS)

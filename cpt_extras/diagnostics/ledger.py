@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cpt_core.bitops.conventions import CONVENTIONS, PASSES, priced_passes, row_name
+from cpt_core.bitops.conventions import (
+    CONVENTIONS,
+    PASS_OPERANDS,
+    priced_passes,
+    row_name,
+)
 from cpt_core.bitops.counting import report_operations
 from cpt_core.bitops.tally import IN_FLOAT32, Formats, Tally, widest
 from cpt_core.quantization.convert import precision_of
@@ -95,7 +100,7 @@ class BitOpsLedger:
         layers = self.bitops(convention).values()
         return {
             name: sum(passes[name] for passes in layers) / FULL_PRECISION**2
-            for name in PASSES
+            for name in PASS_OPERANDS
         }
 
     def total(self, convention: str = "per_op") -> float:

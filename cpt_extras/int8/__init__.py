@@ -4,7 +4,7 @@ The problem: fake quantisation rounds to at most 8 bits and multiplies in float3
 int32 faster, and an exported model should hold a byte per weight.
 
 The design: ``execution`` decides which operations of a layer can run on integers at its active bits; ``register`` puts
-their executors into the core's ``EXECUTORS``. ``quantized_tensor`` holds the integers with their grid. ``matmul`` has
+their executors into the core's ``OP_EXECUTORS``. ``quantized_tensor`` holds integers with their grid. ``matmul`` has
 the algebra: an affine grid x = low + step * n makes a product of integers and three sums; ``layers``, ``convolution``,
 ``lstm`` and ``graph_layers`` use it, forward and backward. ``fallback`` tells why an operation is simulated.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.graph_handlers import GraphOperand
-from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.int8.fallback import ONE_RANGE_GRIDS_OF_MATRIX
@@ -217,5 +217,5 @@ for _family, _library in operators.LIBRARIES.items():
             _fake,
         )
 for _execution in ("integer", "auto"):
-    EXECUTORS[_execution, "graph_linear"] = project
-    EXECUTORS[_execution, "aggregation"] = aggregate
+    OP_EXECUTORS[_execution, "graph_linear"] = project
+    OP_EXECUTORS[_execution, "aggregation"] = aggregate

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.quantization.fallback_reasons import FallbackReason
-from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.int8.layers import (
@@ -204,4 +204,4 @@ class _Recurrence(torch.autograd.Function):
 
 
 for _execution in ("integer", "auto"):
-    EXECUTORS[_execution, "lstm"] = lstm
+    OP_EXECUTORS[_execution, "lstm"] = lstm

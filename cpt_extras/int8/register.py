@@ -1,7 +1,7 @@
 """Executors of integer execution: layers multiply 8-bit integers where that is exact.
 
 ``quantize_`` loads this module, by ``cpt_core.extensions``, for every ``execution`` but "simulated". It fills
-``EXECUTORS``: an executor returns the result of an operation on 8-bit integers, or None where the operation has no
+``OP_EXECUTORS``: an executor returns the result of an operation on 8-bit integers, or None where the operation has no
 integer form at the bits in effect; it is simulated then.
 
 - "linear" and "conv2d": of an ``nn.Linear`` or ``nn.Conv2d`` by its own weight;
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import cpt_extras.int8.graph_layers
 import cpt_extras.int8.lstm  # noqa: F401 - likewise
-from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.convolution import Geometry
 from cpt_extras.int8.execution import describe_execution as describe_execution
@@ -140,7 +140,7 @@ def matmul(
 Executor = Callable[[LayerPrecision, Operands, Roles, Along, Any], Tensor | None]
 _executors: dict[str, Executor] = {"linear": linear, "conv2d": conv2d}
 for _execution in ("integer", "auto"):
-    EXECUTORS.update(
+    OP_EXECUTORS.update(
         {(_execution, _name): _executor for _name, _executor in _executors.items()}
     )
-EXECUTORS["integer", "matmul"] = matmul
+OP_EXECUTORS["integer", "matmul"] = matmul

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import ActiveBits, AffineGrids
-from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import level_field
 from cpt_extras.kernels import gemm_backend, operators
@@ -191,6 +191,6 @@ def _gradient(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
     return levels, precision.noise_key if grids.is_stochastic else None, grids.grad
 
 
-EXECUTORS["simulated", "linear"] = linear
-EXECUTORS["simulated", "conv2d"] = conv2d
-EXECUTORS["simulated", "matmul"] = matmul
+OP_EXECUTORS["simulated", "linear"] = linear
+OP_EXECUTORS["simulated", "conv2d"] = conv2d
+OP_EXECUTORS["simulated", "matmul"] = matmul

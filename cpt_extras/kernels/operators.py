@@ -60,7 +60,7 @@ LOOPS: dict[str, Any] = {
 
 
 def range_of(x: Tensor, granularity: str) -> rounding.Range:
-    """Return the ranges of a tensor that is not empty, see ``rounding.GRANULARITIES``."""
+    """Return the ranges of a tensor that is not empty, see ``rounding.RANGE_FUNCTIONS``."""
     return active.range(x, granularity)
 
 

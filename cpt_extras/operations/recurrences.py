@@ -3,7 +3,7 @@
 RNNs, GRUs, their cells, and LSTMs with a projection run step by step from quantised linear operations. ``run_lstm`` is
 the quantised LSTM for packed sequences and two directions, too. What computes one direction of it is ``run_by_steps``,
 or a faster function to the same numbers, see ``lstm_handler``; or an executor "lstm" of the same form, of
-``EXECUTORS``, that may return None.
+``OP_EXECUTORS``, that may return None.
 
 Shapes: T steps, B sequences, I inputs, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a
 ``PackedSequence``.
@@ -26,7 +26,7 @@ from cpt_core.quantization.lstm import (
     lstm_state,
     run_in_float32,
 )
-from cpt_core.quantization.op_interception import EXECUTORS, QuantizedOpsMode
+from cpt_core.quantization.op_interception import OP_EXECUTORS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 
 State = tuple[Tensor, ...]  # h and c; of other recurrent layers h alone
@@ -210,7 +210,7 @@ def run_lstm(
 ) -> tuple[Tensor, ...]:
     """Return hidden states, last h and last c of a quantised LSTM."""
     names = direction_names(call.num_layers, call.is_bidirectional)
-    executor = EXECUTORS.get((precision.execution, "lstm"))
+    executor = OP_EXECUTORS.get((precision.execution, "lstm"))
     sizes = call.sizes if call.sizes is not None and len(set(call.sizes)) > 1 else ()
 
     def run_all(in_dtype: RecurrentCall) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from cpt_core.schedules.cost import StepCost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import (
-    MAX_STEPS,
+    MAX_TOTAL_STEPS,
     Schedule,
     StaticSchedule,
     check_range,
@@ -149,7 +149,7 @@ def _window_steps(
         "total_steps",
         sensitivity.steps if total_steps is None else total_steps,
         1,
-        MAX_STEPS,
+        MAX_TOTAL_STEPS,
     )
     if over in ("layers", "roles"):
         return np.array([total])

@@ -19,9 +19,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from cpt_core.schedules.make import KINDS
+from cpt_core.schedules.make import SCHEDULE_KINDS
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MAX_STEPS, Schedule, check_pairs, set_range
+from cpt_core.schedules.schedule import (
+    MAX_TOTAL_STEPS,
+    Schedule,
+    check_pairs,
+    set_range,
+)
 from cpt_core.validation import (
     MAX_BITS,
     check_choice,
@@ -88,7 +93,7 @@ class FunctionSchedule(TableSchedule):
         argument: str | None = None,
     ) -> None:
         check_types(FunctionSchedule.__init__, locals())
-        total_steps = check_int("total_steps", total_steps, 1, MAX_STEPS)
+        total_steps = check_int("total_steps", total_steps, 1, MAX_TOTAL_STEPS)
         if argument is None:
             _check_parameter_name(function)
         else:
@@ -134,4 +139,4 @@ def _check_parameter_name(function: Callable[[float], float]) -> None:
     )
 
 
-KINDS["table"] = TableSchedule
+SCHEDULE_KINDS["table"] = TableSchedule

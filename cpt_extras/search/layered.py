@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.schedules.make import KINDS, schedule_from_dict
+from cpt_core.schedules.make import SCHEDULE_KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule, set_range
 from cpt_core.validation import check_int, check_types, short_repr
@@ -132,4 +132,4 @@ def _from_dict(parts: Iterable[Mapping[str, Any]]) -> LayeredSchedule:
     return LayeredSchedule(tuple(groups))
 
 
-KINDS["layered"] = _from_dict
+SCHEDULE_KINDS["layered"] = _from_dict

@@ -34,7 +34,7 @@ from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, is_converted
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import MAX_STEPS
+from cpt_core.schedules.schedule import MAX_TOTAL_STEPS
 from cpt_core.validation import check_int
 from cpt_extras.files import nan_to_none
 from cpt_extras.progress import progress_bar
@@ -106,7 +106,7 @@ def try_precision(
             f"evaluate must be a function without arguments that returns a number, got {evaluate!r}"
         )
     path = _check_store(store)
-    title, steps = type(model).__name__, check_int("steps", steps, 1, MAX_STEPS)
+    title, steps = type(model).__name__, check_int("steps", steps, 1, MAX_TOTAL_STEPS)
     trainings = restartable_trainings(
         model, train_step, optimizer, STATIC_BITS[0], (0,), steps, config, stateful
     )

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig
-from cpt_core.schedules.schedule import MAX_STEPS
+from cpt_core.schedules.schedule import MAX_TOTAL_STEPS
 from cpt_core.validation import check_bits, check_choice, check_int, check_types
 from cpt_extras.progress import progress_bar
 from cpt_extras.search.range_test_result import (
@@ -147,7 +147,7 @@ def run_range_test(
     threshold = THRESHOLDS[mode] if threshold is None else threshold
     if not 0 < threshold < 1:
         raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")
-    dwell = check_int("dwell", dwell, 4, MAX_STEPS)
+    dwell = check_int("dwell", dwell, 4, MAX_TOTAL_STEPS)
     q_max = check_bits("q_max", q_max)
     all_bits = (*_check_tested_bits(bits, q_max), q_max)
     seeds = tuple(dict.fromkeys(check_int("each of seeds", s, 0) for s in seeds))

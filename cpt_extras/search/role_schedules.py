@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cpt_core.schedules.make import KINDS, schedule_from_dict
+from cpt_core.schedules.make import SCHEDULE_KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import (
-    FLOAT32,
+    FLOAT32_LEVEL,
     RoleLevels,
     Schedule,
     StaticSchedule,
@@ -151,4 +151,4 @@ def _from_dict(**roles: Mapping[str, Any]) -> RoleSchedules:
     return RoleSchedules(**schedules)
 
 
-KINDS["roles"] = _from_dict
+SCHEDULE_KINDS["roles"] = _from_dict

@@ -16,7 +16,11 @@ from typing import Any
 import numpy as np
 
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import MAX_STEPS, ShortCycleWarning, StaticSchedule
+from cpt_core.schedules.schedule import (
+    MAX_TOTAL_STEPS,
+    ShortCycleWarning,
+    StaticSchedule,
+)
 from cpt_core.validation import check_int, check_types
 from cpt_extras.progress import progress_bar
 from cpt_extras.search.search_result import (
@@ -112,8 +116,8 @@ def run_precision_search(
     """
     check_types(run_precision_search, {"margin": margin, "progress": progress})
     seeds = check_int("seeds", seeds, 1, MAX_SEEDS)
-    cycles = check_int("cycles", cycles, 1, MAX_STEPS // MIN_CYCLE_STEPS)
-    steps = check_int("steps", steps, MIN_CYCLE_STEPS * cycles, MAX_STEPS)
+    cycles = check_int("cycles", cycles, 1, MAX_TOTAL_STEPS // MIN_CYCLE_STEPS)
+    steps = check_int("steps", steps, MIN_CYCLE_STEPS * cycles, MAX_TOTAL_STEPS)
     _check_positive("minutes", minutes)
     if margin is not None:
         _check_positive("margin", margin)

@@ -35,7 +35,7 @@ from cpt_core.bitops.counting import report_operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import MAX_STEPS, RoleLevels
+from cpt_core.schedules.schedule import MAX_TOTAL_STEPS, RoleLevels
 from cpt_core.validation import check_bits, check_int, check_types
 from cpt_extras.progress import progress_bar
 from cpt_extras.search.restartable import (
@@ -177,7 +177,7 @@ def run_sensitivity(
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
     check_int("base, up to q_max,", base, 2, q_max)
     seeds = _check_seeds(seeds)
-    steps = check_int("steps", steps, 1, MAX_STEPS)
+    steps = check_int("steps", steps, 1, MAX_TOTAL_STEPS)
     windows = check_int("windows, at most one a step,", windows, 1, steps)
     edges = [steps * i // windows for i in range(windows + 1)]
     spans = tuple(itertools.pairwise(edges))

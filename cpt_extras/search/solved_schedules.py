@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cpt_core.schedules.make import KINDS, schedule_from_dict
+from cpt_core.schedules.make import SCHEDULE_KINDS, schedule_from_dict
 from cpt_core.schedules.profiles import PROFILES, Array, Profile
 from cpt_core.schedules.schedule import (
-    FLOAT32,
-    MAX_STEPS,
+    FLOAT32_LEVEL,
+    MAX_TOTAL_STEPS,
     CyclicSchedule,
     RoleLevels,
     Schedule,
@@ -113,16 +113,16 @@ class DelayedSchedule(Schedule):
 
     def __post_init__(self) -> None:
         set_integers(self, "hold")
-        check_int("hold", self.hold, 0, MAX_STEPS)
+        check_int("hold", self.hold, 0, MAX_TOTAL_STEPS)
         set_range(
             self,
             self.schedule.q_min,
             self.schedule.q_max,
             self.hold + self.schedule.total_steps,
         )
-        if self.level not in (None, FLOAT32):
+        if self.level not in (None, FLOAT32_LEVEL):
             raise ValueError(
-                f"a delay holds q_max (level None) or float32 (level {FLOAT32}), got {self.level!r}"
+                f"a delay holds q_max (level None) or float32 (level {FLOAT32_LEVEL}), got {self.level!r}"
             )
 
     def values(self) -> Array:
@@ -173,5 +173,5 @@ def _delayed_from_dict(schedule: dict[str, Any], **fields: Any) -> Schedule:
 
 
 PROFILES["warped"] = Warped
-KINDS["adjusted"] = _adjusted_from_dict
-KINDS["delayed"] = _delayed_from_dict
+SCHEDULE_KINDS["adjusted"] = _adjusted_from_dict
+SCHEDULE_KINDS["delayed"] = _delayed_from_dict

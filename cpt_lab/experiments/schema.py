@@ -34,7 +34,7 @@ class Recipe:
         task: a key of ``EXPERIMENTS``.
         dataset: a named data set, or files of the user's own.
         model: the name of a model.
-        quantized: which layers are quantised, a key of ``quantization.convert.PRESETS``.
+        quantized: which layers are quantised, a key of ``quantization.convert.QUANT_PRESETS``.
         steps: optimizer steps.
         batch: samples per step; the last batch of an epoch may be smaller.
         lr: learning rate at the start.

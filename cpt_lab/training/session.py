@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.quantization.convert import (
-    PRESETS,
+    QUANT_PRESETS,
     QuantConfig,
     all_precisions,
     quantize_,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does
 def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     """Return what a recipe quantises, and how."""
     base, start, ladder = (
-        PRESETS[recipe.quantized],
+        QUANT_PRESETS[recipe.quantized],
         recipe.running_start,
         LADDERS[recipe.ladder],
     )

@@ -6,7 +6,7 @@ from helpers import EDGES, INF, NAN, identical, normal
 
 from cpt_core.quantization import rounding as reference
 from cpt_core.quantization.roles import Quantizer
-from cpt_core.quantization.rounding import GRANULARITIES
+from cpt_core.quantization.rounding import RANGE_FUNCTIONS
 from cpt_extras.formats.format import Format
 from cpt_extras.formats.ladder_rounding import on_level
 from cpt_extras.formats.quantizer import FormatQuantizer
@@ -80,7 +80,7 @@ def test_what_rounds_on_a_device_is_said(monkeypatch):
 
 @pytest.mark.parametrize(
     "granularity",
-    [name + end for name in sorted(GRANULARITIES) for end in ("", "+zero")],
+    [name + end for name in sorted(RANGE_FUNCTIONS) for end in ("", "+zero")],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cpp_is_bit_identical(compiled, layout, granularity):

@@ -259,7 +259,7 @@ def test_nvfp4(spread):
     assert torch.equal(rounded(x, "per_row|nvfp4"), torch.stack(by_row).view_as(x))
 
 
-@pytest.mark.parametrize("granularity", sorted(reference.GRANULARITIES))
+@pytest.mark.parametrize("granularity", sorted(reference.RANGE_FUNCTIONS))
 @pytest.mark.parametrize("name", ["e4m3", "symmetric4", "log2_4", "e2m1", "affine4"])
 def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity, name):
     format = Format.of(name)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.op_interception import EXECUTORS
+from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.scheduler import precision
 
@@ -86,11 +86,11 @@ EXECUTED = [("simulated", name) for name in ("linear", "conv2d", "matmul")]
 @contextmanager
 def plain_path():
     """Leave every layer to the plain path inside a block."""
-    fused = {key: EXECUTORS.pop(key) for key in EXECUTED}
+    fused = {key: OP_EXECUTORS.pop(key) for key in EXECUTED}
     try:
         yield
     finally:
-        EXECUTORS.update(fused)
+        OP_EXECUTORS.update(fused)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def fused(monkeypatch):
         return run
 
     for key in EXECUTED:
-        monkeypatch.setitem(EXECUTORS, key, recording(EXECUTORS[key]))
+        monkeypatch.setitem(OP_EXECUTORS, key, recording(OP_EXECUTORS[key]))
     return results
 
 

@@ -12,7 +12,7 @@ from kernels.test_backends import layouts, numbers
 from quantization.test_quantizers import splitmix_and_finaliser
 
 from cpt_core.quantization import rounding as reference
-from cpt_core.quantization.rounding import GRANULARITIES
+from cpt_core.quantization.rounding import RANGE_FUNCTIONS
 from cpt_extras.kernels import grids, integer_reference, operators
 from cpt_extras.kernels.backend import backend
 from cpt_extras.kernels.triton import tiles
@@ -166,7 +166,7 @@ def test_ties_of_every_precision(kernels, bits):
     check(kernels, x, "per_tensor", bits, torch.tensor(bits))
 
 
-@pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
+@pytest.mark.parametrize("granularity", sorted(RANGE_FUNCTIONS))
 def test_rounding_to_a_given_range(kernels, granularity):
     for layout in ("(n, l, f)", "channels_last"):
         x = LAYOUTS[layout] * 1.1 + 0.01  # values on either side of the range

@@ -12,7 +12,7 @@ from helpers import NEAREST, running_ranges
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.precision import EXECUTIONS
+from cpt_core.quantization.precision import EXECUTION_MODES
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_extras.integrations.distributed import synced_ranges
@@ -203,7 +203,7 @@ def worker(rank, folder):
     for layer in (sharded[0], sharded[2], sharded):
         fully_shard(layer, mesh=dist.init_device_mesh("cpu", (2,)))
     found["sharded"] = errors(sharded, sharded, data())
-    for execution in EXECUTIONS:
+    for execution in EXECUTION_MODES:
         *found[execution], state = trained(execution=execution)
         if execution == "simulated":
             torch.save(state, f"{folder}/state{rank}.pt")
@@ -314,7 +314,7 @@ def test_a_resumed_run_is_bitwise_the_same_in_every_process(processes):
     assert processes[0]["resumed"][0][1] != processes[1]["resumed"][0][1]
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", EXECUTION_MODES)
 def test_processes_stay_together(execution, processes):
     (first, _, bits), (second, _, others) = (
         process[execution] for process in processes

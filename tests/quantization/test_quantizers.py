@@ -18,12 +18,12 @@ from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
-from cpt_core.quantization.rounding import GRANULARITIES, hash_noise, num_steps
+from cpt_core.quantization.rounding import RANGE_FUNCTIONS, hash_noise, num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_bits
 from cpt_extras.formats.tensor_rounding import quantize
 
-EVERY = sorted(GRANULARITIES)
+EVERY = sorted(RANGE_FUNCTIONS)
 STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import cpt_core as cpt
-from cpt_core.quantization.convert import PRESETS, layer_precisions
+from cpt_core.quantization.convert import QUANT_PRESETS, layer_precisions
 from cpt_core.quantization.fake_quantize import PlainOperators
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 from cpt_core.quantization.rounding import num_steps
@@ -347,7 +347,7 @@ def test_linear_layer_of_one_feature_is_quantized():
 
 
 def test_bert_preset_has_the_authors_attention():
-    assert PRESETS["bert"].attention == "paper"
+    assert QUANT_PRESETS["bert"].attention == "paper"
     with pytest.raises(ValueError, match="attention"):
         cpt.QuantConfig(attention="per_word")
 
