@@ -194,7 +194,7 @@ class CyclicSchedule(Schedule):
     """``n_cycles`` cycles of a profile, its growth curve, between ``q_min`` and ``q_max`` bits.  Paper: section 3.1.
 
     Args:
-        profile: one of ``PROFILES``, or a class of yours whose ``growth(x)`` maps an array of positions in a cycle, from
+        profile: one of ``PROFILES``, or a class whose ``growth(x)`` maps an array of positions in a cycle, from
             0 to 1, to values in 0..1.
         q_min: fewest bits.
         q_max: most bits.
