@@ -142,7 +142,9 @@ def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
         return part
     if isinstance(part, str) and part != "float32":
         raise ValueError(f"{name} is a schedule, a level, or 'float32', got {part!r}")
-    level = FLOAT32 if part == "float32" else check_int(f"level of {name}", part, 1)
+    level = (
+        FLOAT32_LEVEL if part == "float32" else check_int(f"level of {name}", part, 1)
+    )
     return StaticSchedule(level, total_steps)
 
 
