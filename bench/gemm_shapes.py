@@ -2,8 +2,8 @@
 
 Forward (y = x w'), error (dx = dy w) and weight product (dw = dy' x) of the shapes of ``bench.step_ratio``, interleaved
 in one process, one thread: ratios of medians, those of minima in brackets. The last line, the geometric mean, is what
-``cpt_extras.kernels.gemm_backend.RATIOS`` holds of a kind of processor. Products below its ``LEAST`` are shown and left
-out.
+``cpt_extras.kernels.gemm_backend.ONEDNN_TIME_RATIOS`` holds of a kind of processor. Products below its
+``MIN_ONEDNN_MACS`` are shown and left out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def timed(
     return run
 
 
-def in_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def uses_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x (M, K) times weight (N, K) transposed."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
         x, weight, None, "none", [], ""
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, 1 thread, {cpu()['cpu']}")
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    if not (gemm_backend.is_there() and torch.backends.mkl.is_available()):
+    if not (gemm_backend.has_onednn_matmul() and torch.backends.mkl.is_available()):
         raise SystemExit("this torch has not both: MKL, and oneDNN's product")
     print(
         f"{'oneDNN to MKL: median (minimum)':<32}"
@@ -77,7 +77,7 @@ def main() -> None:
             "error": (d_y, weight.t()),
             "weight": (d_y.t(), x.t()),
         }
-        libraries = {"onednn": in_onednn, "mkl": torch.nn.functional.linear}
+        libraries = {"onednn": uses_onednn, "mkl": torch.nn.functional.linear}
         variants = {
             (way, lib): timed(f, *operands[way])
             for way in PASSES
@@ -92,7 +92,7 @@ def main() -> None:
             + f"   {rate:.0f} GFLOPS",
             flush=True,
         )
-        if M * K * N >= gemm_backend.LEAST:
+        if M * K * N >= gemm_backend.MIN_ONEDNN_MACS:
             counted += [
                 statistics.median(times[w, "onednn"])
                 / statistics.median(times[w, "mkl"])
@@ -100,7 +100,7 @@ def main() -> None:
             ]
     mean = math.exp(statistics.mean(map(math.log, counted)))
     print(
-        f"{processor()}: {mean:.2f},  # now {gemm_backend.RATIOS.get(processor(), 'nothing')}"
+        f"{processor()}: {mean:.2f},  # now {gemm_backend.ONEDNN_TIME_RATIOS.get(processor(), 'nothing')}"
     )
 
 

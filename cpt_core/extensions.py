@@ -52,18 +52,18 @@ EXTENSIONS = {
     "guarded_mode": "cpt_extras.operations.guarded_mode",  # models that run inside compilers, other modes or threads
     "split_gradients": "cpt_extras.operations.split_gradients",  # another format for each backward matmul
     "lstm": "cpt_extras.kernels.lstm_layer",  # the LSTM as one operator
-    "int8": "cpt_extras.int8.register",  # execution on 8-bit integers
+    "int8": "cpt_extras.int8.executors",  # execution on 8-bit integers
     "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
-    "hosts": "cpt_extras.integrations.hosts",  # conversion of models of other libraries
+    "hosts": "cpt_extras.integrations.conversion_hooks",  # conversion of models of other libraries
     "wrappers": "cpt_extras.integrations.wrapped_names",  # layer names of models inside wrappers such as DDP
-    "processes": "cpt_extras.integrations.processes",  # separate rounding noise per process; check for sharded weights
+    "processes": "cpt_extras.integrations.data_parallel",  # separate rounding noise per process; check for sharded weights
     "small_gradients": "cpt_extras.diagnostics.small_gradients",  # warning: gradients too small for their grid
     "exact_zeros": "cpt_extras.diagnostics.exact_zeros",  # warning: pruned weights whose grid has no 0
     "empty_ranges": "cpt_extras.diagnostics.empty_ranges",  # warning: evaluation without running ranges
     "added_modules": "cpt_extras.diagnostics.added_modules",  # warning: layers added after conversion
     "missing_steps": "cpt_extras.diagnostics.missing_steps",  # warning: training loops that never call step()
     "constant_features": "cpt_extras.kernels.constant_features",  # cache of results of features that never change
-    "follow": "cpt_extras.integrations.following",  # schedulers that step with an optimizer
+    "follow": "cpt_extras.integrations.optimizer_hooks",  # schedulers that step with an optimizer
     "dgl": "cpt_extras.integrations.dgl",  # graphs and graph convolutions of DGL
     "pyg": "cpt_extras.integrations.pyg",  # graphs of PyTorch Geometric
 }

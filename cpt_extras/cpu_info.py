@@ -1,4 +1,4 @@
-"""What the processor is, as the system names it: kernels are chosen by it, and rows say it.
+"""Facts about the processor: its model and instructions, recorded in result rows and used to choose kernels.
 
 >>> sorted(cpu())
 ['cpu', 'instructions']
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 CPU_INFO = Path("/proc/cpuinfo")
-WIDE = (
+REPORTED_INSTRUCTIONS = (
     "avx2",
     "fma",
     "avx512f",
@@ -29,9 +29,9 @@ WIDE = (
 
 
 def cpu() -> dict[str, Any]:
-    """Return the model of the processor and its wide instructions, as the kernel of the system names them."""
-    fields, there = _cpu_info()
-    if not fields:  # not this system
+    """Return the model of the processor and its vector instructions, as the operating system reports them."""
+    fields, flags = _cpu_info()
+    if not fields:  # a system without /proc/cpuinfo
         return {"cpu": platform.processor() or platform.machine(), "instructions": []}
     parts = [
         f"{name} {fields[name]}"
@@ -41,26 +41,24 @@ def cpu() -> dict[str, Any]:
     name = fields.get("model name") or platform.machine()
     return {
         "cpu": ", ".join([name, *parts]),
-        "instructions": [one for one in WIDE if one in there],
+        "instructions": [name for name in REPORTED_INSTRUCTIONS if name in flags],
     }
 
 
 def processor() -> tuple[str, ...]:
-    """Return the maker of the processor and its widest instructions, such as "AuthenticAMD", "AVX2"; () if unknown."""
-    fields, there = _cpu_info()
-    widest = next(
-        (
-            name
-            for name, flag in (("AVX512", "avx512f"), ("AVX2", "avx2"))
-            if flag in there
-        ),
-        None,
-    )
-    return (fields["vendor_id"], widest) if "vendor_id" in fields and widest else ()
+    """Return (vendor, widest vector instructions), such as ("AuthenticAMD", "AVX2"); () if unknown."""
+    fields, flags = _cpu_info()
+    if "vendor_id" not in fields:
+        return ()
+    if "avx512f" in flags:
+        return fields["vendor_id"], "AVX512"
+    if "avx2" in flags:
+        return fields["vendor_id"], "AVX2"
+    return ()
 
 
 def _cpu_info() -> tuple[dict[str, str], set[str]]:
-    """Return what the kernel of the system says of the first processor, and its flags; nothing on other systems."""
+    """Return the fields and the flags of the first processor in /proc/cpuinfo; both empty on other systems."""
     fields: dict[str, str] = {}
     try:
         text = CPU_INFO.read_text(encoding="utf-8")
@@ -74,10 +72,10 @@ def _cpu_info() -> tuple[dict[str, str], set[str]]:
 
 @lru_cache
 def has_fast_int8(device: torch.device) -> bool:
-    """Whether products of 8-bit integers are faster than float32 on a device: on a CPU with instructions for them.
+    """Return whether int8 matmuls are faster than float32 on a device: on CPUs with VNNI instructions.
 
-    On a GPU none was found to be: a training step took 1.5 to 21 simulated ones on an H200 (docs/int8.md).
+    They were not on a GPU: a training step took 1.5 to 21 times a simulated one on an H200 (docs/int8.md).
     """
-    import torch  # rows of other machines are read without it
+    import torch  # imported late: reading result rows must not need torch
 
     return device.type == "cpu" and torch.cpu._is_vnni_supported()

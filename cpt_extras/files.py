@@ -1,4 +1,4 @@
-"""Files: numbers that JSON cannot hold, and writing in one go, so that a reader never sees half a file."""
+"""Files: atomic writing, so that a reader never sees half a file, and numbers that JSON cannot hold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# How a file system says that it has no fsync: some FUSE, SMB and other network folders.
-UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-_warned = False  # of a file system without fsync
+# Error numbers of file systems without fsync, such as some FUSE, SMB and other network folders.
+FSYNC_UNSUPPORTED = frozenset(
+    {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+)
+_warned = False  # whether a file system without fsync has been reported
 
 
-def nan_to_none(value: Any, lost: list[str] | None = None, place: str = "") -> Any:
+def nan_to_none(value: Any, replaced: list[str] | None = None, place: str = "") -> Any:
     """Return lists and dicts with None for every number that is not finite, as JSON can hold them.
 
     >>> places = []
@@ -24,37 +26,44 @@ def nan_to_none(value: Any, lost: list[str] | None = None, place: str = "") -> A
 
     Args:
         value: a number, list or dict, nested as deep as it is.
-        lost: gets the places of the numbers that were not finite.
-        place: of ``value`` itself.
+        replaced: list to which the places of the replaced numbers are appended.
+        place: place of ``value`` itself, prefixed to all others.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        if lost is not None:
-            lost.append(place)
+        if replaced is not None:
+            replaced.append(place)
         return None
     if isinstance(value, Mapping):
         return {
-            key: nan_to_none(v, lost, f"{place}.{key}".lstrip("."))
+            key: nan_to_none(v, replaced, f"{place}.{key}".lstrip("."))
             for key, v in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [nan_to_none(v, lost, f"{place}[{i}]") for i, v in enumerate(value)]
+        return [nan_to_none(v, replaced, f"{place}[{i}]") for i, v in enumerate(value)]
     return value
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whatever the locale; readers see the old one or the new one."""
-    write_atomically(
-        path, lambda temporary: temporary.write_text(text, encoding="utf-8")
-    )
+    """Write a text file atomically, in UTF-8 whatever the locale."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_atomically(path, write)
 
 
 def write_atomically(
     path: Path, write: Callable[[Path], Any], previous: Path | None = None
 ) -> None:
-    """Let ``write`` make a file beside ``path``, then put it in its place: readers see the old one or the new one.
+    """Write a file atomically: readers see the old content or the new one, also after a crash of the machine.
 
-    Both ways on the disk too, so that the machine may stop at any moment. With ``previous`` the old one stays under
-    that name, from when the new one is on the disk.
+    Args:
+        path: the file.
+        write: writes the new content to the temporary file that it is given.
+        previous: name under which the old file stays; None deletes it.
+
+    Raises:
+        IsADirectoryError: if ``path`` is a folder.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file")
@@ -71,21 +80,20 @@ def write_atomically(
 
 
 def _name_also(path: Path, name: Path) -> None:
-    """Give a file a second name, in the place of what had it: so there is no moment without the first."""
+    """Give a file a second name, replacing the file that had it; the first name exists throughout."""
     second = name.with_name(f"{name.name}.{os.getpid()}.tmp")
     try:
         os.link(path, second)
         os.replace(second, name)
-    except OSError:  # a file system without second names
+    except OSError:  # a file system without hard links
         os.replace(path, name)
     finally:
-        second.unlink(
-            missing_ok=True
-        )  # the system leaves it there when both were one file already
+        # os.replace leaves the link if both names were one file already
+        second.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
+    """Wait until a file, or the names in a folder, are on the disk (fsync)."""
     number = os.open(path, os.O_RDONLY)
     try:
         sync_open_file(number, path)
@@ -94,23 +102,23 @@ def sync(path: Path) -> None:
 
 
 def sync_open_file(number: int, path: Path) -> None:
-    """Wait until the disk has an open file; warn once of a file system that does not offer that."""
+    """Wait until an open file is on the disk; warn once if the file system has no fsync."""
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if error.errno not in FSYNC_UNSUPPORTED:
             raise
         warn_unsynced(path, error)
 
 
-def warned_unsynced() -> None:
-    """Note that the user has been told of a file system without fsync."""
+def suppress_unsynced_warning() -> None:
+    """Suppress further warnings about file systems without fsync."""
     global _warned
     _warned = True
 
 
 def warn_unsynced(path: Path, error: OSError) -> None:
-    """Warn, once in a process, that a file system does not say when the disk has a file."""
+    """Warn, once in a process, about a file system without fsync."""
     global _warned
     if not _warned:
         _warned = True

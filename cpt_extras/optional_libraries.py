@@ -1,4 +1,4 @@
-"""Imports of optional libraries: an error names the extra that brings what is missing.
+"""Imports of optional libraries, whose errors name the extra that installs them.
 
 >>> import_optional("json", "lab").dumps([1])
 '[1]'
@@ -10,38 +10,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PACKAGES = {
-    "PIL": "pillow",
-    "sklearn": "scikit-learn",
-}  # whose names are not those of their modules
+# module -> package, where the names differ
+PACKAGE_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}
 
 
 def import_optional(name: str, extra: str) -> Any:
-    """Import an optional library, or "module:name" that needs one; ImportError names the extra as ``extra_named``."""
+    """Import an optional module, or the object "module:name".
+
+    Raises:
+        ImportError: when it is missing; the message names the extra that installs it.
+    """
     try:
         return pkgutil.resolve_name(name if ":" in name else f"{name}:")
     except ImportError:
-        with extra_named(extra, name):
+        with explain_missing_extra(extra, name):
             raise
 
 
 @contextmanager
-def extra_named(extra: str = "", name: str = "") -> Iterator[None]:
-    """Let an ImportError inside name the extra that brings the module (``name``), by the metadata, else ``extra``."""
+def explain_missing_extra(extra: str = "", name: str = "") -> Iterator[None]:
+    """Add the extra that installs a module to any ImportError raised in a ``with`` block.
+
+    Args:
+        extra: name of the extra, used where the metadata of the package does not list the module.
+        name: name of the module, used where the ImportError has none.
+    """
     try:
         yield
     except ImportError as error:
         from importlib.metadata import distributions
 
         missing = (error.name or name).partition(".")[0]
-        needed = [
+        requirements = [
             line for d in distributions(name="cpt-core") for line in d.requires or ()
         ]
-        package = PACKAGES.get(missing, missing).replace("_", "[-_]")
-        known = re.findall(
-            rf"^{package}\b.* extra == .(\w+)", "\n".join(needed), re.M | re.I
+        package = PACKAGE_NAMES.get(missing, missing).replace("_", "[-_]")
+        extras = re.findall(
+            rf"^{package}\b.* extra == .(\w+)", "\n".join(requirements), re.M | re.I
         )
-        extra = extra if extra in known or not known else known[0]
+        if extras and extra not in extras:
+            extra = extras[0]
         if not missing or not extra or missing.startswith("cpt_"):
             raise
         raise ImportError(
@@ -50,7 +58,7 @@ def extra_named(extra: str = "", name: str = "") -> Iterator[None]:
 
 
 def install_hint(extra: str) -> str:
-    """Return how to get an extra: the package is on no index, so it is installed again from a wheel or a checkout.
+    """Return the command that installs an extra, from a wheel or a checkout, as the package is on no index.
 
     >>> install_hint("lab")
     'install the wheel again with [lab]: pip install "$(ls cpt_core-*.whl)[lab]", or in a checkout: pip install ...'

@@ -1,4 +1,4 @@
-"""Bars of progress for those who wait: one way to show them, or not."""
+"""Progress bars of long computations, shown in terminals and notebooks only."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,19 +7,19 @@ from tqdm.auto import tqdm
 
 
 def progress_bar(
-    what: str,
+    description: str,
     items: Iterable[Any] | None = None,
     *,
     progress: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Return tqdm's bar over ``items``, or one to be updated by hand.
+    """Return a tqdm bar over ``items``, or one to be updated by hand.
 
     Args:
-        what: stands before the bar.
-        progress: show the bar; None shows it to people only, in a terminal or a notebook.
-        options: of tqdm, such as ``total``.
+        description: text before the bar.
+        items: what to iterate over; None for a bar that is updated by hand.
+        progress: whether to show the bar; None shows it in a terminal or a notebook only.
+        options: further arguments of tqdm, such as ``total``.
     """
-    return tqdm(
-        items, desc=what, disable=None if progress is None else not progress, **options
-    )
+    disable = None if progress is None else not progress
+    return tqdm(items, desc=description, disable=disable, **options)

@@ -21,10 +21,10 @@ def main() -> None:
     """Run a command of ``cpt``, or say which extra it needs."""
     import sys
 
-    from cpt_extras.optional_libraries import extra_named
+    from cpt_extras.optional_libraries import explain_missing_extra
 
     try:
-        with extra_named("lab"):
+        with explain_missing_extra("lab"):
             from cpt_lab.commands import main as run
     except ImportError as missing:
         sys.exit(f"error: {missing}")

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from cpt_core.validation import check_choice, suggest_names
-from cpt_extras.optional_libraries import extra_named
+from cpt_extras.optional_libraries import explain_missing_extra
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 from cpt_lab.signals import handle_signals, say
 
@@ -831,7 +831,7 @@ def main() -> None:
     ):  # the package above this one, which brings more of them
         import_module("cpt_lessons.commands")
     try:
-        with warnings.catch_warnings(), extra_named():
+        with warnings.catch_warnings(), explain_missing_extra():
             warnings.showwarning = lambda message, *_, **__: typer.echo(
                 f"warning: {message}", err=True
             )

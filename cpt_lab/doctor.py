@@ -213,7 +213,7 @@ def check_kernels(beside: Path | None = None) -> Check:
 
 def _find_kernels() -> Any:
     """Return the ``Place`` of the C++ kernels, by name: only the backend opens them, and nothing is built here."""
-    return import_module("cpt_extras.kernels.cpp.spare_folders").find_place()
+    return import_module("cpt_extras.kernels.cpp.spare_folders").find_kernel_location()
 
 
 def _kernels_beside(folder: Path) -> Path | None:
@@ -352,7 +352,7 @@ def check_disk(folder: Path, least: int = 0) -> Check:
                 os.fsync(file.fileno())
                 unsynced = ""
             except OSError as error:
-                if error.errno not in files.UNSUPPORTED:
+                if error.errno not in files.FSYNC_UNSUPPORTED:
                     raise
                 unsynced = error.strerror or str(error)
         free = shutil.disk_usage(folder).free
@@ -369,7 +369,7 @@ def check_disk(folder: Path, least: int = 0) -> Check:
             "disk", "refused", f"{room}; a run needs {least / 1e9:.1f}", elsewhere
         )
     if unsynced:
-        files.warned_unsynced()
+        files.suppress_unsynced_warning()
         cost = f"{folder} does not say when its disk has a row ({unsynced}): a power cut may lose the last ones"
         return Check(
             "disk", "degraded", cost, "name a folder on another disk with CPT_RUNS_DIR"

@@ -61,7 +61,7 @@ class QuantConfig:
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
         execution: "simulated", in float32; "integer", on 8-bit integers where a matmul has an integer form; or "auto",
-            integers where the processor gains by them. See ``cpt_extras.int8.register``.
+            integers where the processor gains by them. See ``cpt_extras.int8.executors``.
         ladder: what the levels of schedules are: a ``FormatLadder``, level -> format, or role -> ladder, see
             ``cpt_extras.formats.ladder_rounding.ladders_of``; None: level q is the affine grid of q bits.
         attention: of an encoder such as BERT. "per_token": every operand has a range per token, with a zero point, so

@@ -15,7 +15,7 @@ from cpt_core.quantization.rounding import clips, has_zero_point, shift_to_zero
 from cpt_extras.formats.format import Format
 from cpt_extras.int8.execution import CODE_BITS
 from cpt_extras.kernels import operators
-from cpt_extras.kernels.grids import parts_of
+from cpt_extras.kernels.grids import parse_grid
 from cpt_extras.kernels.operators import fake_quantize
 
 GRADIENTS = ("error", "weight_gradient")  # what is rounded in the backward pass
@@ -84,7 +84,7 @@ def rounding_stats(
     rounded, low, width = fake_quantize(x, levels, grid, key)
     high = low + width
     if (
-        parts_of(grid)[1] is None and format.bits <= CODE_BITS
+        parse_grid(grid)[1] is None and format.bits <= CODE_BITS
     ):  # codes are counted ten times as fast
         if has_zero_point(grid):  # what is on the grid has its code
             codes = operators.active.encode(

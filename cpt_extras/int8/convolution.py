@@ -33,10 +33,10 @@ from cpt_extras.cpu_info import has_fast_int8
 from cpt_extras.int8.matmul import int_mm, sum_codes
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
-from cpt_extras.kernels.gemm_backend import LONGEST
+from cpt_extras.kernels.gemm_backend import MAX_INT8_TERMS
 
-EXACT = 1 << 24  # whole numbers up to here are float32
-MOST = 255 * 128  # (k_a - z_a) k_w
+MAX_EXACT_FLOAT32 = 1 << 24  # whole numbers up to here are float32
+MAX_CODE_PRODUCT = 255 * 128  # (k_a - z_a) k_w
 Pair = tuple[int, int]
 
 
@@ -48,7 +48,7 @@ class Geometry(NamedTuple):
     dilation: Pair
 
 
-class Grid(NamedTuple):
+class CodeGrid(NamedTuple):
     """What codes of one range mean, see above: numbers on a CPU, where an operation takes longer, else 0-d tensors."""
 
     zero: Any
@@ -56,7 +56,7 @@ class Grid(NamedTuple):
     scale: Any
 
     @classmethod
-    def of(cls, x: QuantizedTensor) -> Grid:
+    def from_tensor(cls, x: QuantizedTensor) -> CodeGrid:
         """Return z, r and s of a tensor."""
         if not x.low.is_cpu:
             return cls(*(v.reshape(()) for v in (x.zero, x.rest, x.scale)))
@@ -86,7 +86,7 @@ def conv2d(
         bias: (O,) or None.
         channels_last: the layout of the result in memory.
     """
-    grid = Grid.of(a)
+    grid = CodeGrid.from_tensor(a)
     shifts = (
         torch.zeros(1, len(w.codes), device=a.low.device)
         if bias is None
@@ -115,12 +115,12 @@ def conv2d_input(
         w: (O, C, I, J), with one range.
         channels_last: the layout of the result in memory.
     """
-    grid, (stride, padding, dilation) = Grid.of(g), geometry
+    grid, (stride, padding, dilation) = CodeGrid.from_tensor(g), geometry
     reach = [d * (k - 1) for d, k in zip(dilation, w.codes.shape[2:], strict=True)]
     before = [r - p for r, p in zip(reach, padding, strict=True)]
     size = [n + r - 2 * b for n, r, b in zip(shape[2:], reach, before, strict=True)]
-    apart = _apart(g, grid, stride, size, [max(0, -b) for b in before])
-    turned = w.laid_out(lambda v: v.flip(2, 3).transpose(0, 1))
+    apart = _space_out(g, grid, stride, size, [max(0, -b) for b in before])
+    turned = w.rearrange(lambda v: v.flip(2, 3).transpose(0, 1))
     shifts = torch.zeros(1, shape[1], device=g.low.device)
     if grid.has_rest:
         ones = torch.ones(1, 1, *g.codes.shape[2:], device=g.low.device)
@@ -132,8 +132,8 @@ def conv2d_input(
     return _convolve(apart, turned, grid, shifts, around, channels_last)
 
 
-def _apart(
-    g: QuantizedTensor, grid: Grid, stride: Pair, size: list[int], cut: list[int]
+def _space_out(
+    g: QuantizedTensor, grid: CodeGrid, stride: Pair, size: list[int], cut: list[int]
 ) -> QuantizedTensor:
     """Return a tensor of ``size`` with the pixels of g ``stride`` apart, zeros between, less ``cut`` at every side."""
     codes = g.codes.permute(0, 2, 3, 1)
@@ -158,7 +158,7 @@ def conv2d_weight(
         kernel: its size, (I, J).
     """
     gradient, x = g.codes.permute(0, 2, 3, 1), a.codes.permute(0, 2, 3, 1)
-    of_g, of_a = Grid.of(g), Grid.of(a)
+    of_g, of_a = CodeGrid.from_tensor(g), CodeGrid.from_tensor(a)
     sums = operators.active.pixel_products(
         gradient, x, _filled(x, (), of_a.zero), kernel, *geometry
     ).double()
@@ -170,7 +170,7 @@ def conv2d_weight(
     if of_a.has_rest:
         N, P, Q, _ = gradient.shape
         rows, columns = (
-            _inside(x, *sizes)
+            _taps_inside(x, *sizes)
             for sizes in zip(x.shape[1:3], (P, Q), kernel, *geometry, strict=True)
         )
         batch = (
@@ -186,7 +186,7 @@ def conv2d_weight(
     )
 
 
-def _inside(
+def _taps_inside(
     like: Tensor,
     size: int,
     outer: int,
@@ -204,20 +204,20 @@ def _inside(
 def _convolve(
     a: QuantizedTensor,
     w: QuantizedTensor,
-    grid: Grid,
+    grid: CodeGrid,
     shifts: Tensor,
     geometry: Geometry,
     channels_last: bool,
 ) -> Tensor:
     """Return the convolution; ``shifts``: the terms without codes of a, (P * Q, O), or (1, O) where they are alike."""
     outputs, C, *kernel = w.codes.shape
-    if C * kernel[0] * kernel[1] > LONGEST:
+    if C * kernel[0] * kernel[1] > MAX_INT8_TERMS:
         if C == 1:
             raise ValueError(
-                f"a kernel of {kernel[0]} x {kernel[1]}: its sums may overflow, at most {LONGEST} codes"
+                f"a kernel of {kernel[0]} x {kernel[1]}: its sums may overflow, at most {MAX_INT8_TERMS} codes"
             )
         first, second = (
-            _channels(a, w, half) for half in (slice(C // 2), slice(C // 2, C))
+            _select_channels(a, w, half) for half in (slice(C // 2), slice(C // 2, C))
         )
         none = torch.zeros_like(shifts[:1])
         y = _convolve(*first, grid, shifts, geometry, channels_last)
@@ -228,7 +228,9 @@ def _convolve(
         codes, _filled(codes, (), grid.zero), kernel, *geometry
     )
     zero, rest, scale = (
-        Grid.of(w) if w.one_step else (v.view(-1) for v in (w.zero, w.rest, w.scale))
+        CodeGrid.from_tensor(w)
+        if w.has_one_scale
+        else (v.view(-1) for v in (w.zero, w.rest, w.scale))
     )
     scales = shifts.new_empty(
         (2, outputs), dtype=torch.float64
@@ -248,7 +250,7 @@ def _convolve(
     return y
 
 
-def _channels(
+def _select_channels(
     a: QuantizedTensor, w: QuantizedTensor, part: slice
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     codes = a.codes.permute(0, 2, 3, 1)[..., part].contiguous().permute(0, 3, 1, 2)
@@ -272,12 +274,12 @@ def window_products(
         weight[0, 0].numel(),
     )  # channels can be divided, a channel's taps cannot
     if (
-        has_library(x.device)
+        has_onednn_convolution(x.device)
         and operators.active is torch.ops.cpt
-        and taps * MOST < EXACT
+        and taps * MAX_CODE_PRODUCT < MAX_EXACT_FLOAT32
     ):
         around = padded(x.view(torch.uint8) ^ 128, geometry.padding, zero + 128)
-        return _by_library(around, weight, geometry), zero + 128
+        return _onednn_window_products(around, weight, geometry), zero + 128
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
     return int_mm(
         windows(x, weight.shape[2:], *geometry, fill=zero).flatten(0, 2), rows.t()
@@ -285,21 +287,25 @@ def window_products(
 
 
 @lru_cache
-def has_library(device: torch.device) -> bool:
+def has_onednn_convolution(device: torch.device) -> bool:
     """Whether oneDNN convolves codes on a device, exactly: without VNNI, sums of two products saturate at 16 bits."""
     return has_fast_int8(device) and torch.backends.mkldnn.is_available()
 
 
-def _by_library(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+def _onednn_window_products(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Return sums of k_a k_w as they are for (N, H, W, C) of unsigned bytes with all padding; k_w (O, C, I, J)."""
     outputs, C, *kernel = weight.shape
     may_exceed = (
-        MOST * C * kernel[0] * kernel[1] >= EXACT
+        MAX_CODE_PRODUCT * C * kernel[0] * kernel[1] >= MAX_EXACT_FLOAT32
     )  # else the weights need not be looked at
-    if may_exceed and 255 * weight.float().abs().flatten(1).sum(1).max() >= EXACT:
+    if (
+        may_exceed
+        and 255 * weight.float().abs().flatten(1).sum(1).max() >= MAX_EXACT_FLOAT32
+    ):
         halves = slice(C // 2), slice(C // 2, C)
         first, second = (
-            _by_library(x[..., h].contiguous(), weight[:, h], geometry) for h in halves
+            _onednn_window_products(x[..., h].contiguous(), weight[:, h], geometry)
+            for h in halves
         )
         return first.int() + second.int()
     # Zero points and padding by hand, and no stride where there is one position: oneDNN 3.13 returns wrong sums where
@@ -434,8 +440,11 @@ def pixel_products(
     sums = torch.zeros(
         rows.shape[1] + 1, columns.shape[1], dtype=torch.int64, device=x.device
     )
-    for start in range(0, len(rows), LONGEST):
-        part, seen = rows[start : start + LONGEST], columns[start : start + LONGEST]
+    for start in range(0, len(rows), MAX_INT8_TERMS):
+        part, seen = (
+            rows[start : start + MAX_INT8_TERMS],
+            columns[start : start + MAX_INT8_TERMS],
+        )
         sums[:-1] += int_mm(part.t(), seen)
         sums[:-1] -= (zero.int() * sum_codes(part, -2)).unsqueeze(1)
         sums[-1] += sum_codes(seen, -2) - len(part) * zero.int()

@@ -13,7 +13,7 @@ from cpt_extras.cpu_info import has_fast_int8
 CODE_BITS = 8  # at most: codes are int8
 
 
-def multiplies_integers(precision: LayerPrecision, x: Tensor) -> bool:
+def runs_int8(precision: LayerPrecision, x: Tensor) -> bool:
     """Return whether operations with ``x`` are executed on integers now: the layer is asked to, and the bits fit."""
     if (
         precision.execution == "simulated"
@@ -23,7 +23,7 @@ def multiplies_integers(precision: LayerPrecision, x: Tensor) -> bool:
         return False
     if x.is_meta or x.dtype != torch.float32:
         return False
-    return _runs_on(precision.execution, x.device)
+    return _device_runs_int8(precision.execution, x.device)
 
 
 def note_active_bits(precision: LayerPrecision) -> None:
@@ -45,7 +45,7 @@ def fits_int8(format: object) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _runs_on(execution: str, device: torch.device) -> bool:
+def _device_runs_int8(execution: str, device: torch.device) -> bool:
     """Return whether operations are to be executed on integers on a device; warn once of one where that is slow."""
     is_fast = has_fast_int8(device)
     if execution == "integer" and not is_fast and device not in _warned_devices:

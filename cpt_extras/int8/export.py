@@ -35,7 +35,7 @@ from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, check_int
 from cpt_extras.formats.format import FULL
 from cpt_extras.int8.execution import CODE_BITS
-from cpt_extras.int8.layers import encoded
+from cpt_extras.int8.layers import encode_operand
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import gemm_backend, lstm, operators
 
@@ -253,7 +253,7 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
     names = []
     for name, parameter in list(module.named_parameters(recurse=False)):
         role = name.partition("_")[0]  # "weight" of weight_ih_l0
-        codes = Codes(encoded(layer, role, parameter.detach().float()))
+        codes = Codes(encode_operand(layer, role, parameter.detach().float()))
         delattr(module, name)
         setattr(module, name, codes)
         names.append(name)

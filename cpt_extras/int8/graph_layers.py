@@ -7,8 +7,8 @@ one range; ``QuantConfig.with_shared_steps()`` allows both. What has no integer 
 Importing this module registers the executors of both operations. The operator at the end stands for a chain of plain
 operations and gives the same bits; on a CPU, C++ runs it in one pass (``graph.h``).
 
->>> x = QuantizedTensor.of(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), 2, "per_tensor")
->>> total(Graph(torch.tensor([0, 2]), torch.tensor([0, 1]), num_src=2), x).tolist()
+>>> x = QuantizedTensor.quantize(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), 2, "per_tensor")
+>>> sum_over_neighbours(Graph(torch.tensor([0, 2]), torch.tensor([0, 1]), num_src=2), x).tolist()
 [[3.0, 3.0]]
 
 Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs, E edges.
@@ -27,13 +27,13 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.graph_handlers import GraphOperand
 from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_extras.int8.execution import multiplies_integers
+from cpt_extras.int8.execution import runs_int8
 from cpt_extras.int8.fallback import ONE_RANGE_GRIDS_OF_MATRIX
 from cpt_extras.int8.layers import (
     GradientRounding,
     Operand,
-    encoded,
-    first_order,
+    encode_operand,
+    forbid_double_backward,
     product,
     saved_operands,
     values,
@@ -41,8 +41,10 @@ from cpt_extras.int8.layers import (
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
 
-LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
-PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
+MAX_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
+MAX_GATHERED_NUMBERS = (
+    1 << 24
+)  # numbers that the plain sum over neighbours gathers at a time
 
 
 @torch.compiler.disable
@@ -55,12 +57,12 @@ def project(
 ) -> Tensor | None:
     """Return x (N, I) times a weight, on codes; None where it is to be simulated."""
     x, weight, _ = operands
-    if not multiplies_integers(precision, x):
+    if not runs_int8(precision, x):
         return None
     quantizer = precision.quantizers["input"]
 
     def encode() -> QuantizedTensor:
-        return encoded(precision, "input", x)
+        return encode_operand(precision, "input", x)
 
     def encode_once() -> QuantizedTensor:
         key = (
@@ -88,13 +90,13 @@ class _Project(torch.autograd.Function):
         is_transposed: bool,
         precision: LayerPrecision,
     ) -> Tensor:
-        a, w = codes(), encoded(precision, "weight", weight)
+        a, w = codes(), encode_operand(precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.is_transposed, ctx.rounding = is_transposed, GradientRounding(precision)
         return product(a, w.t() if is_transposed else w)
 
     @staticmethod
-    @first_order
+    @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, w = saved_operands(ctx)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -116,7 +118,7 @@ def aggregate(
 ) -> Tensor | None:
     """Return the sum or mean over neighbours, on codes; None where it is to be simulated."""
     x = operands[0]
-    if not multiplies_integers(precision, x):
+    if not runs_int8(precision, x):
         return None
     return _Aggregate.apply(x, operand.graph, operand.reduce == "mean", precision)
 
@@ -132,33 +134,33 @@ class _Aggregate(torch.autograd.Function):
             GradientRounding(precision),
         )
         if precision.quantizers["aggregation"].grid in ONE_RANGE_GRIDS_OF_MATRIX:
-            h = total(graph, encoded(precision, "aggregation", x))
+            h = sum_over_neighbours(graph, encode_operand(precision, "aggregation", x))
         else:
             h = graph.aggregate(precision.quantize_operand("aggregation", x))
         return h.div_(_divisors(graph)) if is_mean else h
 
     @staticmethod
-    @first_order
+    @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         g = ctx.rounding(gradient) if gradient.numel() else gradient
         divided = values(g) / _divisors(ctx.graph) if ctx.is_mean else g
-        return total(ctx.graph.transposed, divided), None, None, None
+        return sum_over_neighbours(ctx.graph.transposed, divided), None, None, None
 
 
-def total(graph: Graph, x: Operand) -> Tensor:
+def sum_over_neighbours(graph: Graph, x: Operand) -> Tensor:
     """Return the sum over every node's in-neighbours, (D, F) float32: of codes, in int32, where those have one step.
 
-    ValueError for codes, where more edges than ``LARGEST_DEGREE`` lead to a node.
+    ValueError for codes, where more edges than ``MAX_DEGREE`` lead to a node.
     """
-    if not (isinstance(x, QuantizedTensor) and x.one_step):
+    if not (isinstance(x, QuantizedTensor) and x.has_one_scale):
         return graph.aggregate(values(x))
-    if graph.num_edges > LARGEST_DEGREE:
+    if graph.num_edges > MAX_DEGREE:
         degree = graph.derive(
             "largest_in_degree", lambda: int(graph.indptr.diff().max())
         )
-        if degree > LARGEST_DEGREE:
+        if degree > MAX_DEGREE:
             raise ValueError(
-                f"a sum of codes has at most {LARGEST_DEGREE:,} terms, {degree:,} edges lead to a node; "
+                f"a sum of codes has at most {MAX_DEGREE:,} terms, {degree:,} edges lead to a node; "
                 "take execution 'simulated'"
             )
     zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
@@ -188,7 +190,7 @@ def _sum_neighbours(
     nodes = torch.arange(rows, device=codes.device).repeat_interleave(
         degrees, output_size=len(indices)
     )
-    edges = max(1, PART // max(1, codes.shape[1]))
+    edges = max(1, MAX_GATHERED_NUMBERS // max(1, codes.shape[1]))
     for start in range(0, len(indices), edges):
         part = slice(start, start + edges)
         totals.index_add_(0, nodes[part], codes[indices[part]].int())
@@ -196,7 +198,7 @@ def _sum_neighbours(
     return scale * (totals - degrees * zero.long()).float() + degrees.float() * rest
 
 
-OPERATORS: dict[
+INT8_GRAPH_OPERATORS: dict[
     str, tuple[str, Any, Any]
 ] = {  # schema, what it does with and without numbers
     "sum_neighbours": (
@@ -208,7 +210,7 @@ OPERATORS: dict[
     ),
 }
 for _family, _library in operators.LIBRARIES.items():
-    for _name, (_schema, _plain, _fake) in OPERATORS.items():
+    for _name, (_schema, _plain, _fake) in INT8_GRAPH_OPERATORS.items():
         operators.define(
             _library,
             _name,

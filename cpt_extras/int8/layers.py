@@ -30,14 +30,14 @@ from cpt_extras.int8 import convolution
 from cpt_extras.int8.convolution import Geometry
 from cpt_extras.int8.matmul import has_integer_form, matmul, sum_values
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
-from cpt_extras.kernels.layer_state import clips_operand, uses_stored
+from cpt_extras.kernels.layer_state import clips_operand, uses_stored_range
 from cpt_extras.kernels.operators import range_of
 from cpt_extras.operations.split_gradients import rounded_gradient
 
 Operand = Tensor | QuantizedTensor
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+def forbid_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a backward pass refuse to be differentiated: a second one would leave out all that it saved as codes."""
 
     @wraps(backward)
@@ -52,7 +52,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.disable
-def linear_on_codes(
+def linear_int8(
     precision: LayerPrecision,
     x: Tensor,
     weight: Tensor,
@@ -86,15 +86,15 @@ class _Linear(torch.autograd.Function):
         parts: Sequence[int],
         weight_role: str,
     ) -> Tensor:
-        a = (encoded(precision, "input", x) if codes is None else codes).matrix()
-        w = encoded(precision, weight_role, weight)
+        a = (encode_operand(precision, "input", x) if codes is None else codes).matrix()
+        w = encode_operand(precision, weight_role, weight)
         ctx.save_for_backward(*a, *w)
         ctx.shape, ctx.gradient = x.shape, GradientRounding(precision, parts)
         y = product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
         return y.detach()  # no view to autograd: an in-place ReLU may follow
 
     @staticmethod
-    @first_order
+    @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, w = saved_operands(ctx)
         g = ctx.gradient(gradient)
@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def conv2d_on_codes(
+def conv2d_int8(
     precision: LayerPrecision,
     x: Tensor,
     weight: Tensor,
@@ -142,8 +142,8 @@ class _Conv2d(torch.autograd.Function):
         weight_role: str,
     ) -> Tensor:
         a, w = (
-            encoded(precision, "input", x, channels_last=True),
-            encoded(precision, weight_role, weight),
+            encode_operand(precision, "input", x, channels_last=True),
+            encode_operand(precision, weight_role, weight),
         )
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = (
@@ -161,13 +161,13 @@ class _Conv2d(torch.autograd.Function):
         ).detach()  # as above
 
     @staticmethod
-    @first_order
+    @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, w = saved_operands(ctx)
         g, shape = ctx.gradient(gradient), a.codes.shape
-        codes = g if isinstance(g, QuantizedTensor) and g.one_step else None
+        codes = g if isinstance(g, QuantizedTensor) and g.has_one_scale else None
         dx = dw = db = None
-        if ctx.needs_input_grad[0] and codes is not None and w.one_step:
+        if ctx.needs_input_grad[0] and codes is not None and w.has_one_scale:
             dx = convolution.conv2d_input(
                 codes, w, shape, ctx.geometry, ctx.channels_last
             )
@@ -186,7 +186,7 @@ class _Conv2d(torch.autograd.Function):
             g, QuantizedTensor
         ):  # of pixels, (N * P * Q, O)
             db = sums(
-                g.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1]))
+                g.rearrange(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1]))
             )
         elif ctx.needs_input_grad[2]:
             db = sums(g.transpose(1, -1).flatten(0, -2))
@@ -194,7 +194,7 @@ class _Conv2d(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def product_on_codes(
+def matmul_int8(
     precision: LayerPrecision,
     roles: tuple[str, str],
     gradient: str,
@@ -219,14 +219,15 @@ class _Product(torch.autograd.Function):
         gradient: str,
     ) -> Tensor:
         a_, b_ = (
-            encoded(precision, role, x) for role, x in zip(roles, (a, b), strict=True)
+            encode_operand(precision, role, x)
+            for role, x in zip(roles, (a, b), strict=True)
         )
         ctx.save_for_backward(*a_, *b_)
         ctx.gradient = GradientRounding(precision, role=gradient)
         return product(a_, b_)
 
     @staticmethod
-    @first_order
+    @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx)
         g = ctx.gradient(gradient)
@@ -241,7 +242,7 @@ class _Product(torch.autograd.Function):
 # --- what all layers share --------------------------------------------------------------------------------------------
 
 
-def encoded(
+def encode_operand(
     p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
 ) -> QuantizedTensor:
     """Return what ``p.operand`` returns as codes; for at most ``CODE_BITS`` bits, and without a gradient.
@@ -273,7 +274,7 @@ def encoded(
     if quantizer.zero_point:
         x = rounding.round_with_zero_point(x, low, width, p.num_steps_for(role), None)
         low, width = rounding.shift_to_zero(low, width, p.num_steps_for(role))
-    return QuantizedTensor.on(
+    return QuantizedTensor.quantize_on(
         x,
         low,
         width,
@@ -286,7 +287,7 @@ def encoded(
 
 def propagate_nan(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
     """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
-    if not uses_stored(p, role):
+    if not uses_stored_range(p, role):
         return low
     own = range_of(x, "per_tensor")[0]
     return torch.where(own.isnan(), own, low)
@@ -339,7 +340,7 @@ class GradientRounding:
             found = [rounded_gradient(p, self.role, g, self.levels) for g in parts]
             return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [self._encoded(g) for g in parts][::-1]
-        return in_rows(codes) if self.parts else codes[0]
+        return stack_rows(codes) if self.parts else codes[0]
 
     def _encoded(self, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
@@ -357,7 +358,7 @@ class GradientRounding:
             gradient = rounding.round_with_zero_point(gradient, *ranges, levels, key)
             ranges = rounding.shift_to_zero(*ranges, levels)
         noise_key = None if quantizer.zero_point else key
-        codes = QuantizedTensor.on(
+        codes = QuantizedTensor.quantize_on(
             gradient, *ranges, levels, noise_key, clip, self.channels_last
         )
         if key is not None:
@@ -365,7 +366,7 @@ class GradientRounding:
         return codes
 
 
-def in_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+def stack_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Return matrices on grids of equally many levels below each other; a range is 0-d or one of a row."""
     low, scale = (
         torch.cat([getattr(x, name).expand(len(x.codes), 1) for x in parts])
@@ -392,7 +393,7 @@ def sums(g: Operand) -> Tensor:
     """Return the sums of a matrix over its rows, for the gradient of a bias."""
     return (
         sum_values(g)
-        if isinstance(g, QuantizedTensor) and g.one_step
+        if isinstance(g, QuantizedTensor) and g.has_one_scale
         else values(g).sum(0)
     )
 

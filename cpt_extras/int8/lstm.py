@@ -17,18 +17,18 @@ from torch import Tensor
 from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_extras.int8.execution import multiplies_integers
+from cpt_extras.int8.execution import runs_int8
 from cpt_extras.int8.layers import (
     GradientRounding,
-    encoded,
-    first_order,
-    linear_on_codes,
+    encode_operand,
+    forbid_double_backward,
+    linear_int8,
     propagate_nan,
 )
 from cpt_extras.int8.matmul import column_tables, multiply
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
-from cpt_extras.kernels.gemm_backend import LONGEST
+from cpt_extras.kernels.gemm_backend import MAX_INT8_TERMS
 from cpt_extras.kernels.layer_state import (
     clips_operand,
     grad_rounding_args,
@@ -36,16 +36,16 @@ from cpt_extras.kernels.layer_state import (
     stored_range,
     track_steps,
 )
-from cpt_extras.kernels.lstm import Forward, gradients
+from cpt_extras.kernels.lstm import ForwardArgs, run_backward
 from cpt_extras.kernels.lstm_layer import input_ranges, observe_operands
 from cpt_extras.operations.recurrences import LSTMDirection
 
 
-def step_product(
+def step_matmul(
     ops: Any, given: tuple[Tensor, ...], weight: Tensor, columns: tuple[Tensor, ...]
 ) -> tuple[Tensor, QuantizedTensor]:
     """Return the product of a step, and its left operand: given as codes (M, K), low, width and levels."""
-    rounded = QuantizedTensor.with_codes(*given)
+    rounded = QuantizedTensor.from_codes(*given)
     return multiply(ops, rounded, weight, columns), rounded
 
 
@@ -54,7 +54,7 @@ def int8_fallback_reason(precision: LayerPrecision, hidden_size: int) -> str:
     role = next(role for role in precision.quantizers if role.startswith("hidden_"))
     if precision.quantizers[role].grid != "per_tensor":
         return FallbackReason.SEVERAL_RANGES.describe(operands="hidden states")
-    if 4 * hidden_size > LONGEST:
+    if 4 * hidden_size > MAX_INT8_TERMS:
         return FallbackReason.INT32_OVERFLOW.describe()
     return ""
 
@@ -64,15 +64,15 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Run one direction of one layer on 8-bit integers, where these fit; None else."""
     hidden_size = direction.hidden_weight.shape[1]
-    if not multiplies_integers(direction.precision, x) or int8_fallback_reason(
+    if not runs_int8(direction.precision, x) or int8_fallback_reason(
         direction.precision, hidden_size
     ):
         return None
-    return run_on_codes(direction, x, h, c)
+    return run_int8(direction, x, h, c)
 
 
 @torch.compiler.disable
-def run_on_codes(
+def run_int8(
     direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
@@ -80,9 +80,9 @@ def run_on_codes(
     by_row = (
         precision.quantizers["grad"].granularity == "per_row"
     )  # a row belongs to one step
-    parts = () if by_row else direction.rows_of_steps(x)
+    parts = () if by_row else direction.step_sizes(x)
     encoded_input = _encoded_input(direction, x)
-    x_gates = linear_on_codes(
+    x_gates = linear_int8(
         precision, x, direction.input_weight, direction.input_bias, encoded_input, parts
     )
 
@@ -106,12 +106,12 @@ def _encoded_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
     """Return the codes of x (N, I), every step on its own range."""
     precision, role = direction.precision, f"input_{direction.name}"
     if is_calibrated(precision, role):
-        return encoded(precision, role, x)
+        return encode_operand(precision, role, x)
     precision.follow(x)
     x = x.detach()
     low, width = input_ranges(direction, x)
     low = propagate_nan(precision, role, x, low)
-    return QuantizedTensor.on(
+    return QuantizedTensor.quantize_on(
         x, low, width, precision.num_steps, None, clips_operand(precision, role)
     )
 
@@ -130,11 +130,11 @@ class _Recurrence(torch.autograd.Function):
         steps: tuple[int, tuple[int, ...], bool],
         save: bool,
     ) -> tuple[Tensor, ...]:
-        u = encoded(p, "weight", weight)
+        u = encode_operand(p, "weight", weight)
         low, width, filled = stored_range(p, role)
         column_codes, column_values = column_tables(u.t(), bias)
         *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(
-            *Forward(
+            *ForwardArgs(
                 x_gates,
                 u.codes,
                 None,
@@ -155,7 +155,7 @@ class _Recurrence(torch.autograd.Function):
                 column_values=column_values,
             )
         )
-        low, scale, half = QuantizedTensor.with_codes(
+        low, scale, half = QuantizedTensor.from_codes(
             codes, ranges[0], ranges[1], p.num_steps
         )[1:]
         ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
@@ -166,17 +166,17 @@ class _Recurrence(torch.autograd.Function):
         return *found, ranges
 
     @staticmethod
-    @first_order
+    @forbid_double_backward
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no more
         u, (low, scale, half, codes, *kept) = QuantizedTensor(*saved[:4]), saved[4:]
-        integer = ctx.gradient.encodes and u.one_step
+        integer = ctx.gradient.encodes and u.has_one_scale
         weight, tables = (
             (u.codes, column_tables(u)) if integer else (u.dequantize(), ())
         )
         levels, *noise = ctx.noise
         noise_of_forward = None if levels is None else ctx.gradient.levels, *noise
-        d_gates, behind, d_h, d_c = gradients(
+        d_gates, behind, d_h, d_c = run_backward(
             operators.active,
             given[:3],
             ctx.state,

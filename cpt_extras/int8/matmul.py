@@ -12,7 +12,7 @@ Differs: libraries of integer products (torchao, oneDNN's quantised layers) have
 Differs: what the simulation finds infinite or NaN is so here, but codes may give up earlier: where s_a s_b, or the sum
     of an operand alone, is beyond float32, and where terms of both signs are, which a float32 sum may or may not see.
 
->>> a = QuantizedTensor.of(torch.tensor([[0.0, 3.0]]), 2, "per_tensor")
+>>> a = QuantizedTensor.quantize(torch.tensor([[0.0, 3.0]]), 2, "per_tensor")
 >>> a.codes.tolist(), matmul(a, a.t()).tolist()
 ([[-2, 1]], [[9.0]])
 
@@ -29,16 +29,16 @@ from torch import Tensor
 
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
-from cpt_extras.kernels.gemm_backend import LONGEST
+from cpt_extras.kernels.gemm_backend import MAX_INT8_TERMS
 
-MOST_ROWS = 1 << 23  # of a sum of codes: 128 * 2**23 < 2**31
-CUDA_MULTIPLE, CUDA_LEAST = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA
+MAX_SUMMED_ROWS = 1 << 23  # of a sum of codes: 128 * 2**23 < 2**31
+CUDA_MULTIPLE, CUDA_MIN_ROWS = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA
 
 
 def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Whether no step of two matrices, or of many pairs, differs along the sum of their product."""
-    return (a.one_step or a.scale.shape[-1] == 1) and (
-        b.one_step or b.scale.shape[-2] == 1
+    return (a.has_one_scale or a.scale.shape[-1] == 1) and (
+        b.has_one_scale or b.scale.shape[-2] == 1
     )
 
 
@@ -60,10 +60,10 @@ def matmul(
             f"steps differ along the sum: {tuple(a.scale.shape)} and {tuple(b.scale.shape)}"
         )
     K = a.codes.shape[-1]
-    if K <= LONGEST:
+    if K <= MAX_INT8_TERMS:
         return multiply(operators.active, a, b.codes, column_tables(b, bias))
     y = matmul(*_part(a, b, 0), bias)
-    for start in range(LONGEST, K, LONGEST):
+    for start in range(MAX_INT8_TERMS, K, MAX_INT8_TERMS):
         y += matmul(*_part(a, b, start))
     return y
 
@@ -71,7 +71,7 @@ def matmul(
 def _part(
     a: QuantizedTensor, b: QuantizedTensor, start: int
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    end = start + LONGEST
+    end = start + MAX_INT8_TERMS
     return a._replace(codes=a.codes[..., start:end]), b._replace(
         codes=b.codes[..., start:end, :]
     )
@@ -88,7 +88,7 @@ def multiply(
 
 def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Return what ``integer_reference.affine`` takes of the rows of a product."""
-    zero, rest, scale = _along(a, (*a.codes.shape[:-1], 1))
+    zero, rest, scale = _flat_grid(a, (*a.codes.shape[:-1], 1))
     sums = sum_codes(a.codes, -1).flatten()
     return torch.stack([sums, zero]), torch.stack(
         [scale, scale * (sums - a.codes.shape[-1] * zero), rest]
@@ -100,7 +100,7 @@ def column_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return what ``integer_reference.affine`` takes of the columns of a product, with a bias (N,)."""
     *outer, K, N = b.codes.shape
-    zero, rest, scale = _along(b, (*outer, 1, N))
+    zero, rest, scale = _flat_grid(b, (*outer, 1, N))
     shifted = sum_codes(b.codes, -2).flatten() - K * zero
     added = (
         torch.zeros_like(scale) if bias is None else bias.expand(*outer, N).flatten()
@@ -110,10 +110,12 @@ def column_tables(
     )
 
 
-def _along(x: QuantizedTensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _flat_grid(
+    x: QuantizedTensor, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return z, r and s of every row or column of a product."""
     zero, rest, scale = (
-        (v.reshape(()) if x.one_step else v).expand(shape).flatten()
+        (v.reshape(()) if x.has_one_scale else v).expand(shape).flatten()
         for v in (x.zero, x.rest, x.scale)
     )
     return zero.int(), rest, scale
@@ -123,7 +125,7 @@ def sum_values(x: QuantizedTensor) -> Tensor:
     """Return the sums of a matrix over its rows, (N,) float32; its ranges 0-d."""
     zero, rest, scale = x.zero, x.rest, x.scale
     rows = len(x.codes)
-    found = sum(sum_codes(part, -2).long() for part in x.codes.split(MOST_ROWS))
+    found = sum(sum_codes(part, -2).long() for part in x.codes.split(MAX_SUMMED_ROWS))
     return scale * (found - rows * zero.long()) + rows * rest
 
 
@@ -147,11 +149,11 @@ def int_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or 0 in (M, K, N):
         return (
-            torch._int_mm(_row(a), _row(b))
+            torch._int_mm(_with_row_strides(a), _with_row_strides(b))
             if out is None
-            else torch._int_mm(_row(a), _row(b), out=out)
+            else torch._int_mm(_with_row_strides(a), _with_row_strides(b), out=out)
         )
-    rows = max(M, CUDA_LEAST)
+    rows = max(M, CUDA_MIN_ROWS)
     K_, N_ = (-(-size // CUDA_MULTIPLE) * CUDA_MULTIPLE for size in (K, N))
     a = torch.nn.functional.pad(a, (0, K_ - K, 0, rows - M))
     b = torch.nn.functional.pad(b, (0, N_ - N, 0, K_ - K))
@@ -159,7 +161,7 @@ def int_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return product.contiguous() if out is None else out.copy_(product)
 
 
-def _row(x: Tensor) -> Tensor:
+def _with_row_strides(x: Tensor) -> Tensor:
     """Return a matrix of one row or column with the strides of rows: torch 2.6 reads others wrong on the CPU."""
     if x.shape[1] == 1:
         return x.as_strided(x.shape, (x.stride(0), 1))

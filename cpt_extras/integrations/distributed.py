@@ -17,9 +17,9 @@ from torch import Tensor, distributed, nn
 from cpt_core.quantization.rounding import Range, clips
 from cpt_extras.kernels import operators
 from cpt_extras.kernels.backend import backend
-from cpt_extras.kernels.grids import parts_of
+from cpt_extras.kernels.grids import parse_grid
 
-OF_EXAMPLES = (
+PER_EXAMPLE_GRID = (
     "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
 )
 
@@ -42,7 +42,7 @@ def synced_ranges() -> Iterator[None]:
         )
     backend()
     before = operators.active
-    operators.active = _Agreed(
+    operators.active = _SyncedOperators(
         before, distributed.new_group()
     )  # a group of its own: DDP's is busy in backward passes
     try:
@@ -62,7 +62,7 @@ def own_ranges() -> Iterator[None]:
         operators.active = before
 
 
-class _Agreed:
+class _SyncedOperators:
     """The operators ``ops``, with ranges over all processes of a group."""
 
     def __init__(self, ops: Any, group: Any) -> None:
@@ -73,8 +73,8 @@ class _Agreed:
         if torch.compiler.is_compiling():
             raise RuntimeError("inside synced_ranges layers run uncompiled")
         low, width = self.ops.range(x, granularity)
-        kind = parts_of(granularity)[0]
-        if kind == OF_EXAMPLES:
+        kind = parse_grid(granularity)[0]
+        if kind == PER_EXAMPLE_GRID:
             return low, width
         high = -self.ops.range(-x, granularity)[0]  # exactly: low + width is rounded
         if kind == "per_sample_mean":
@@ -110,7 +110,9 @@ class _Agreed:
 
         def local(*given: Any) -> Any:
             grids = [
-                g for g in given if isinstance(g, str) and parts_of(g)[0] != OF_EXAMPLES
+                g
+                for g in given
+                if isinstance(g, str) and parse_grid(g)[0] != PER_EXAMPLE_GRID
             ]
             if name.startswith("round_scale") or (grids and name != "round_in_range"):
                 raise RuntimeError(

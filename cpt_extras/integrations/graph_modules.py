@@ -14,7 +14,7 @@ from cpt_core.quantization.convert import add_hooks, attach_precision
 from cpt_core.quantization.op_interception import HOOK
 
 
-class _CopiesOfGraphs:
+class _GraphCopyHook:
     """Hook on copies of a converted module."""
 
     def __call__(self, copied: nn.Module) -> None:
@@ -24,7 +24,7 @@ class _CopiesOfGraphs:
             attach_precision(copied, precision)
         add_hooks(copied)
 
-    def __deepcopy__(self, memo: Any) -> _CopiesOfGraphs:
+    def __deepcopy__(self, memo: Any) -> _GraphCopyHook:
         """Stay the same in copies of copies."""
         return self
 
@@ -42,7 +42,7 @@ def follow_copies(module: fx.GraphModule) -> None:
         ("_deepcopy_hooks", []),
     ):  # torchvision's graphs lack them
         vars(module).setdefault(name, empty)
-    module._register_deepcopy_hook(_CopiesOfGraphs())
+    module._register_deepcopy_hook(_GraphCopyHook())
     module.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {})[HOOK] = getattr(
         module, HOOK
     )
@@ -55,5 +55,5 @@ def forget_copies(module: fx.GraphModule) -> None:
         module._deepcopy_hooks = [
             hook
             for hook in module._deepcopy_hooks
-            if not isinstance(hook, _CopiesOfGraphs)
+            if not isinstance(hook, _GraphCopyHook)
         ]

@@ -24,10 +24,10 @@ from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.scheduler import EvalBits, Schedules, check_eval_bits
 from cpt_core.validation import check_int
 from cpt_extras.files import write_atomically
-from cpt_extras.integrations._common import TrainerPrecision
-from cpt_extras.optional_libraries import extra_named
+from cpt_extras.integrations.trainer_precision import TrainerPrecision
+from cpt_extras.optional_libraries import explain_missing_extra
 
-with extra_named("text"):
+with explain_missing_extra("text"):
     from transformers import TrainerCallback
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State

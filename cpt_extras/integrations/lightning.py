@@ -16,10 +16,10 @@ from typing import Any
 
 from cpt_core.quantization.scheduler import Schedules, check_eval_bits
 from cpt_core.validation import check_int
-from cpt_extras.integrations._common import TrainerPrecision
-from cpt_extras.optional_libraries import extra_named
+from cpt_extras.integrations.trainer_precision import TrainerPrecision
+from cpt_extras.optional_libraries import explain_missing_extra
 
-with extra_named("lightning"):
+with explain_missing_extra("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
 
 

@@ -105,7 +105,7 @@ def _cpp(forced: bool) -> tuple[str, str]:
             where = importlib.import_module(
                 "cpt_extras.kernels.cpp.spare_folders"
             ).load(str(error))
-        operators.gradient_node = True
+        operators.has_cpp_gradient = True
         importlib.import_module("cpt_extras.kernels.layers")  # registers itself
         return "cpp", where
     except build.NoKernelsError as error:

@@ -21,9 +21,9 @@ from torch import Tensor
 from cpt_core.validation import check_choice
 from cpt_extras.cpu_info import processor
 
-LIBRARIES = ("torch", "onednn")
+GEMM_LIBRARIES = ("torch", "onednn")
 # Time with oneDNN in that with MKL by maker and widest instructions, a forward and a backward pass; one thread.
-RATIOS: dict[tuple[str, ...], float] = {
+ONEDNN_TIME_RATIOS: dict[tuple[str, ...], float] = {
     (
         "AuthenticAMD",
         "AVX512",
@@ -33,16 +33,16 @@ RATIOS: dict[tuple[str, ...], float] = {
         "AVX2",
     ): 1.32,  # the geometric mean of bench.gemm_shapes on a Zen 3
 }
-WORTH_IT = 0.9  # of a ratio
-LONGEST = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31
-LEAST = (
+MAX_TIME_RATIO = 0.9  # of a ratio
+MAX_INT8_TERMS = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31
+MIN_ONEDNN_MACS = (
     1 << 21
 )  # multiply-accumulates of a product: below, oneDNN's call takes longer than it saves
 
 active = "torch"
 
 
-def is_there() -> bool:
+def has_onednn_matmul() -> bool:
     """Whether torch has oneDNN's product of matrices."""
     return torch.backends.mkldnn.is_available() and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
@@ -60,20 +60,22 @@ def choose_library(asked: str = "") -> tuple[str, str]:
         RuntimeError: for one that is not there.
     """
     if asked:
-        check_choice("CPT_PRODUCTS", asked, LIBRARIES)
-        if asked == "onednn" and not is_there():
+        check_choice("CPT_PRODUCTS", asked, GEMM_LIBRARIES)
+        if asked == "onednn" and not has_onednn_matmul():
             raise RuntimeError(
                 "CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"
             )
         return asked, f"CPT_PRODUCTS={asked}"
     kind = processor()
     named = ", ".join(kind) or "an unknown processor"
-    if not torch.backends.mkl.is_available() or kind not in RATIOS:
+    if not torch.backends.mkl.is_available() or kind not in ONEDNN_TIME_RATIOS:
         return "torch", f"{named}: nothing was measured to be faster"
-    measured = f"{named}: oneDNN takes {RATIOS[kind]:.2f} of MKL's time"
-    if RATIOS[kind] < WORTH_IT and not is_there():
+    measured = f"{named}: oneDNN takes {ONEDNN_TIME_RATIOS[kind]:.2f} of MKL's time"
+    if ONEDNN_TIME_RATIOS[kind] < MAX_TIME_RATIO and not has_onednn_matmul():
         return "torch", f"{measured}, but this torch has no product of oneDNN"
-    return ("onednn" if RATIOS[kind] < WORTH_IT else "torch"), measured
+    return (
+        "onednn" if ONEDNN_TIME_RATIOS[kind] < MAX_TIME_RATIO else "torch"
+    ), measured
 
 
 def use(library: str) -> None:
@@ -82,11 +84,11 @@ def use(library: str) -> None:
     active = library
     if hasattr(torch.ops.cpt, "onednn_from"):
         torch.ops.cpt.onednn_from(
-            LEAST if library == "onednn" else torch.iinfo(torch.int64).max
+            MIN_ONEDNN_MACS if library == "onednn" else torch.iinfo(torch.int64).max
         )
 
 
-def in_onednn(x: Tensor, weight: Tensor) -> bool:
+def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether the product of x (..., K) and weight (N, K) is oneDNN's: as that of its gradient, which is as large."""
     if (
         active == "torch"
@@ -94,12 +96,12 @@ def in_onednn(x: Tensor, weight: Tensor) -> bool:
         or not x.dtype == weight.dtype == torch.float32
     ):
         return False
-    return bool(x.numel() * weight.shape[0] >= LEAST)
+    return bool(x.numel() * weight.shape[0] >= MIN_ONEDNN_MACS)
 
 
 def execute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x (M, K) times weight (N, K) transposed, plus bias (N,); without a gradient where oneDNN computes it."""
-    if in_onednn(x, weight):
+    if uses_onednn(x, weight):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y
     return torch.nn.functional.linear(x, weight, bias)
@@ -110,28 +112,28 @@ def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
     ``ops`` are the operators, such as ``torch.ops.cpt``.
     """
-    if not in_onednn(x, weight):
+    if not uses_onednn(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     y: Tensor = ops.linear(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], len(weight))
 
 
 # --- the operator -----------------------------------------------------------------------------------------------------
-SCHEMA = "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+LINEAR_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 
 
-def fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a tensor of the product's shape."""
     return x.new_empty((len(x), len(weight)))
 
 
-def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def save_linear_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Keep the operands of which gradients will be made, as ``torch.nn.functional.linear`` does."""
     of_x, of_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(inputs[0] if of_weight else None, inputs[1] if of_x else None)
 
 
-def gradient(ops: Any, ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+def linear_gradient(ops: Any, ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
     """Return dx = dy w, dw = dy' x, and the sum of dy for the bias."""
     x, weight = ctx.saved_tensors
     of_x, of_weight, of_bias = ctx.needs_input_grad

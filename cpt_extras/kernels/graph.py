@@ -67,47 +67,47 @@ def _keep_scale(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[1])
 
 
-def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _scale_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return _scaled(gradient, *ctx.saved_tensors), None, None, None
 
 
-def _back_add(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _scale_and_sum_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return _scaled(gradient, *ctx.saved_tensors), None, gradient.sum(0), None, None
 
 
-def _back_twice(
+def _round_scale_round_gradient(
     ctx: Any, of_first: Tensor, of_sum: Tensor
 ) -> tuple[Tensor | None, ...]:
     return _scaled(of_first, *ctx.saved_tensors) + of_sum, None, None, None
 
 
-OPERATORS: dict[
+GRAPH_OPERATORS: dict[
     str, tuple[str, Any, Any, Any]
 ] = {  # schema, what it does with and without numbers, its gradient
     "scale_round": (
         "(Tensor x, Tensor scale, Tensor levels, str granularity) -> Tensor",
         scale_round,
         lambda x, *_: torch.empty_like(x),
-        _back,
+        _scale_gradient,
     ),
     "scale_round_add": (
         "(Tensor x, Tensor? scale, Tensor bias, Tensor levels, str granularity) -> Tensor",
         scale_round_add,
         lambda x, *_: torch.empty_like(x),
-        _back_add,
+        _scale_and_sum_gradient,
     ),
     "round_scale_round": (
         "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> (Tensor, Tensor)",
         round_scale_round,
         lambda g, *_: (torch.empty_like(g), g.new_empty(g.shape[1:])),
-        _back_twice,
+        _round_scale_round_gradient,
     ),
 }
-ON_GRID = (
+QUANTIZED_OUTPUT_OPERATORS = (
     "scale_round",
     "round_scale_round",
 )  # those whose (first) result lies on a grid
 for _family, _library in operators.LIBRARIES.items():
-    for _name, (_schema, _plain, _fake, _backward) in OPERATORS.items():
+    for _name, (_schema, _plain, _fake, _backward) in GRAPH_OPERATORS.items():
         _run = partial(_plain, getattr(torch.ops, _family))
         operators.define(_library, _name, _schema, _run, _fake, _backward, _keep_scale)

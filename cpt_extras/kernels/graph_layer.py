@@ -79,7 +79,7 @@ class FusedGraphHandlers(GraphHandlers):
 
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         """Return x (N, I) times a weight, by the library that is faster on this processor."""
-        if not is_transposed and gemm_backend.in_onednn(x, weight.t()):
+        if not is_transposed and gemm_backend.uses_onednn(x, weight.t()):
             return operators.linear(x, weight.t())
         return super().multiply(x, weight, is_transposed)
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from cpt_extras.formats.format import Format
 
 
-def parts_of(grid: str) -> tuple[str, Format | None]:
+def parse_grid(grid: str) -> tuple[str, Format | None]:
     """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
-    if grid not in _parts:  # a dict: compilers do not follow a cached function
+    if grid not in _parsed_grids:  # a dict: compilers do not follow a cached function
         granularity, _, name = grid.partition("|")
-        _parts[grid] = (
+        _parsed_grids[grid] = (
             granularity.removesuffix(ZERO_POINT),
             _format_named(name) if name else None,
         )
-    return _parts[grid]
+    return _parsed_grids[grid]
 
 
 def _format_named(name: str) -> Format:
@@ -39,7 +39,7 @@ def _format_named(name: str) -> Format:
     return Format.of(name)
 
 
-_parts: dict[str, tuple[str, Format | None]] = {}
+_parsed_grids: dict[str, tuple[str, Format | None]] = {}
 
 
 def fake_quantize(
@@ -71,7 +71,7 @@ def round_in_range(
     Raises:
         ValueError: for a row that blocks do not divide.
     """
-    granularity, format = parts_of(grid)
+    granularity, format = parse_grid(grid)
     if rounding.has_zero_point(grid):  # number formats have 0 anyway
         return rounding.round_with_zero_point(x, low, width, levels, key)
     if format is None:

@@ -27,7 +27,7 @@ class StoredRange(NamedTuple):
     weight: Tensor | None = None
 
 
-class GradientNoise(NamedTuple):
+class GradientRoundingArgs(NamedTuple):
     """What an operator that quantises gradients in its backward pass has to know.
 
     Attributes:
@@ -43,19 +43,19 @@ class GradientNoise(NamedTuple):
     advance: bool
 
 
-def uses_stored(precision: LayerPrecision, role: str) -> bool:
+def uses_stored_range(precision: LayerPrecision, role: str) -> bool:
     """Return whether operands of a role are rounded on their running range now."""
     return precision.quantizers[role].running and not precision.training
 
 
 def is_calibrated(precision: LayerPrecision, role: str) -> bool:
     """Return whether operands of a role are rounded on a running range that is known to be filled."""
-    return precision.calibrated and uses_stored(precision, role)
+    return precision.calibrated and uses_stored_range(precision, role)
 
 
 def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
     """Return the range on which operands of a role are rounded, as ``LayerPrecision.evaluated`` decides."""
-    if not uses_stored(precision, role):
+    if not uses_stored_range(precision, role):
         return StoredRange()
     low, width, weight = precision.stored_range(role)
     if precision.calibrated:
@@ -64,11 +64,11 @@ def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
     return StoredRange(low, width, weight)
 
 
-def or_stored(
+def select_range(
     precision: LayerPrecision, role: str, low: Tensor, width: Tensor
 ) -> Range:
     """Return the ranges at hand, or the stored one where it is used and filled; decided on the device."""
-    if not uses_stored(precision, role):
+    if not uses_stored_range(precision, role):
         return low, width
     stored_low, stored_width, weight = precision.stored_range(role)
     precision.warn_of_empty_range(role, weight)
@@ -80,9 +80,9 @@ def or_stored(
 def clips_operand(precision: LayerPrecision, role: str) -> bool:
     """Return whether values can lie outside the range of their role."""
     quantizer = precision.quantizers[role]
-    return clips(quantizer.grid, quantizer.rounding == "stochastic") or uses_stored(
-        precision, role
-    )
+    return clips(
+        quantizer.grid, quantizer.rounding == "stochastic"
+    ) or uses_stored_range(precision, role)
 
 
 def track_steps(
@@ -94,17 +94,17 @@ def track_steps(
     running = precision.range_tensor(role)
     current = torch.stack([low, width, torch.ones_like(width)])
     counts = current.isfinite().all(0)
-    if _may_read(current) and bool(counts.all()):
-        decay, shares = _step_weights(
+    if _can_read_on_host(current) and bool(counts.all()):
+        decay, shares = _cached_ema_weights(
             len(counts), torch.get_default_dtype()
         )  # as nearly always
         running.mul_(decay).add_((current * shares).sum(1))
         return
-    decay, shares = _weights(counts)
+    decay, shares = _ema_weights(counts)
     running.mul_(decay).add_((torch.where(counts, current, 0.0) * shares).sum(1))
 
 
-def _may_read(x: Tensor) -> bool:
+def _can_read_on_host(x: Tensor) -> bool:
     """Return whether reading a number makes nothing wait, and nobody follows what is computed, as a capture does."""
     is_followed = (
         torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -112,7 +112,7 @@ def _may_read(x: Tensor) -> bool:
     return x.is_cpu and type(x) is Tensor and not is_followed
 
 
-def _weights(counts: Tensor) -> tuple[Tensor, Tensor]:
+def _ema_weights(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights of the old range and of every call, (T,); ``counts``: whether a call counts."""
     later = (
         counts.flip(0).cumsum(0).flip(0) - counts.int()
@@ -123,24 +123,26 @@ def _weights(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _step_weights(steps: int, default_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cached_ema_weights(
+    steps: int, default_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return the weights of calls that all count, on a CPU; torch takes powers of integers in its default dtype."""
-    return _weights(torch.ones(steps, dtype=torch.bool, device="cpu"))
+    return _ema_weights(torch.ones(steps, dtype=torch.bool, device="cpu"))
 
 
 def grad_rounding_args(
     precision: LayerPrecision, role: str, count: int
-) -> GradientNoise:
+) -> GradientRoundingArgs:
     """Return what an operator that quantises ``count`` gradients in its backward pass has to know."""
     quantizer = precision.quantizers[role]
     if not precision.active_bits.gradient:
-        return GradientNoise(None, quantizer.grid, None, advance=False)
+        return GradientRoundingArgs(None, quantizer.grid, None, advance=False)
     if quantizer.rounding != "stochastic":
-        return GradientNoise(
+        return GradientRoundingArgs(
             precision.grad_num_steps, quantizer.grid, None, advance=False
         )
     key = precision.next_noise_key(count)
-    return GradientNoise(
+    return GradientRoundingArgs(
         precision.grad_num_steps,
         quantizer.grid,
         key,

@@ -39,10 +39,12 @@ def linear(
 ) -> Tensor | None:
     """Compute ``F.linear`` of rounded operands, with a rounded gradient; None where the plain path is to do it."""
     grids = _grids(precision, roles, "linear_grad")
-    if grids is None or gemm_backend.in_onednn(operands[0], operands[1]):
+    if grids is None or gemm_backend.uses_onednn(operands[0], operands[1]):
         return None
     y: Tensor | None = CPT.quantized_linear(
-        *operands, *_roundings(precision, grids), *_gradient(precision, grids)
+        *operands,
+        *_operand_rounding_args(precision, grids),
+        *_gradient_rounding_args(precision, grids),
     )
     return y
 
@@ -63,7 +65,10 @@ def conv2d(
     grids = _grids(precision, roles, "conv_grad")
     if grids is None:
         return None
-    how = *_roundings(precision, grids), *_gradient(precision, grids)
+    how = (
+        *_operand_rounding_args(precision, grids),
+        *_gradient_rounding_args(precision, grids),
+    )
     y: Tensor | None = CPT.quantized_conv2d(*operands, *how, *geometry)
     return y
 
@@ -83,17 +88,17 @@ def matmul(
     )
     if grids is None:
         return None
-    rounded = CPT.round_operands(*operands, *_roundings(precision, grids))
+    rounded = CPT.round_operands(*operands, *_operand_rounding_args(precision, grids))
     if not rounded:
         return None
     y: Tensor = CPT.with_rounded_gradient(
         options(*rounded) if len(rounded) > 2 else options(*rounded, None),
-        *_gradient(precision, grids),
+        *_gradient_rounding_args(precision, grids),
     )
     return y
 
 
-class Grids(NamedTuple):
+class OperationGrids(NamedTuple):
     """What the operators are told of the roles of an operation.
 
     Attributes:
@@ -112,7 +117,9 @@ class Grids(NamedTuple):
     is_stochastic: bool
 
 
-def _grids(precision: LayerPrecision, roles: Roles, gradient: str) -> Grids | None:
+def _grids(
+    precision: LayerPrecision, roles: Roles, gradient: str
+) -> OperationGrids | None:
     """Return the grids of an operation; None where the plain path is to compute it."""
     if (
         torch.compiler.is_compiling()
@@ -136,11 +143,13 @@ def _grids(precision: LayerPrecision, roles: Roles, gradient: str) -> Grids | No
         or torch.autograd.forward_ad._current_level >= 0
     ):
         return None
-    return _grids_of(precision.active_bits, precision.kind, roles, gradient)
+    return _select_grids(precision.active_bits, precision.kind, roles, gradient)
 
 
 @lru_cache(maxsize=4096)
-def _grids_of(now: ActiveBits, kind: str, roles: Roles, gradient: str) -> Grids | None:
+def _select_grids(
+    now: ActiveBits, kind: str, roles: Roles, gradient: str
+) -> OperationGrids | None:
     """Return the grids of roles; None where an operand is not rounded, or has a range that is not followed here."""
 
     def own(role: str) -> str:  # as ``LayerPrecision.layer_role``
@@ -158,7 +167,7 @@ def _grids_of(now: ActiveBits, kind: str, roles: Roles, gradient: str) -> Grids 
         or bias.running
     ):
         return None
-    return Grids(
+    return OperationGrids(
         running=f"running_{own(roles[0])}" if first.running else None,
         is_weight=level_field(own(roles[1])) == "weight",
         first=first.grid,
@@ -169,7 +178,9 @@ def _grids_of(now: ActiveBits, kind: str, roles: Roles, gradient: str) -> Grids 
     )
 
 
-def _roundings(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
+def _operand_rounding_args(
+    precision: LayerPrecision, grids: OperationGrids
+) -> tuple[Any, ...]:
     """Return how the operands are rounded."""
     weight_levels = precision.weight_num_steps
     second_levels = weight_levels if grids.is_weight else precision.num_steps
@@ -185,7 +196,9 @@ def _roundings(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
     )
 
 
-def _gradient(precision: LayerPrecision, grids: Grids) -> tuple[Any, ...]:
+def _gradient_rounding_args(
+    precision: LayerPrecision, grids: OperationGrids
+) -> tuple[Any, ...]:
     """Return how the gradient is rounded."""
     levels = precision.grad_num_steps if precision.active_bits.gradient else None
     return levels, precision.noise_key if grids.is_stochastic else None, grids.grad

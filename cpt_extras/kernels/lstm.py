@@ -27,23 +27,26 @@ from torch import Tensor
 from cpt_core.quantization.fake_quantize import forward_steps, recorded_steps
 from cpt_core.quantization.rounding import clips
 from cpt_extras.kernels import gemm_backend, operators
-from cpt_extras.kernels.grids import parts_of
+from cpt_extras.kernels.grids import parse_grid
 from cpt_extras.optional_libraries import import_optional
 
-STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
-GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
-MULTIPLY = "cpt_extras.int8.lstm:step_product"  # opened where codes are multiplied
-COLUMNS = "Tensor? column_codes=None, Tensor? column_values=None"
+STEP_ARGS = "SymInt steps, SymInt[] sizes, bool reverse"
+GRADIENT_ARGS = "Tensor? grad_levels, str grad_granularity, Tensor? key"
+INT8_STEP_MATMUL = (
+    "cpt_extras.int8.lstm:step_matmul"  # opened where codes are multiplied
+)
+COLUMN_TABLE_ARGS = "Tensor? column_codes=None, Tensor? column_values=None"
 SCHEMAS = {
     "lstm_forward": "(Tensor x_gates, Tensor weight, Tensor? bias, Tensor h0, Tensor c0, "
-    f"{STEPS}, Tensor? levels, str granularity, Tensor? low, Tensor? width, Tensor? filled, bool save, "
-    f"{GRADIENT}, bool advance, {COLUMNS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{STEP_ARGS}, Tensor? levels, str granularity, Tensor? low, Tensor? width, Tensor? filled, bool save, "
+    f"{GRADIENT_ARGS}, bool advance, {COLUMN_TABLE_ARGS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "lstm_backward": "(Tensor d_out, Tensor d_h, Tensor d_c, Tensor weight, Tensor gates, Tensor before, "
-    f"Tensor tanh_c, {STEPS}, {GRADIENT}, {COLUMNS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor tanh_c, {STEP_ARGS}, {GRADIENT_ARGS}, {COLUMN_TABLE_ARGS}) -> (Tensor, Tensor, Tensor, Tensor)",
 }
 
 
-class Forward(NamedTuple):
+class ForwardArgs(NamedTuple):
     """What ``lstm_forward`` takes, in its order."""
 
     x_gates: Tensor  # (N, 4 H)
@@ -66,7 +69,7 @@ class Forward(NamedTuple):
     save: bool  # return what the backward pass needs; else empty tensors
     grad_levels: (
         Tensor | None
-    )  # for the backward pass, as the following, see ``Backward``
+    )  # for the backward pass, as the following, see ``BackwardArgs``
     grad_granularity: str
     key: Tensor | None
     advance: bool  # whether the backward pass adds 1 to the key for every step
@@ -76,17 +79,17 @@ class Forward(NamedTuple):
     column_values: Tensor | None = None
 
 
-class Backward(NamedTuple):
+class BackwardArgs(NamedTuple):
     """What ``lstm_backward`` takes, in its order."""
 
     d_out: Tensor  # gradient of the hidden states, (N, H)
     d_h: Tensor  # of the last h, (B, H)
     d_c: Tensor  # of the last c, likewise
-    weight: Tensor  # as in ``Forward``
+    weight: Tensor  # as in ``ForwardArgs``
     gates: Tensor  # what ``forward`` returned, as the following
     before: Tensor
     tanh_c: Tensor
-    steps: int  # as in ``Forward``, as the following
+    steps: int  # as in ``ForwardArgs``, as the following
     sizes: Sequence[int]
     reverse: bool
     levels: (
@@ -103,17 +106,17 @@ class Backward(NamedTuple):
 
 
 def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
-    """Run all steps of what is given, as ``Forward``; ``ops``, such as ``torch.ops.cpt``, quantise.
+    """Run all steps of what is given, as ``ForwardArgs``; ``ops``, such as ``torch.ops.cpt``, quantise.
 
     Returns:
         Hidden states (N, H), the last h and c (B, H); the ranges of the hidden state, (2, T) in the order in which the
         steps are computed, if it has one of its own per step, or on codes, else empty; then gates (N, 4 H), quantised
         hidden states or their codes, cell states before the step, and tanh(c), each (N, H).
     """
-    a = Forward(*given)
+    a = ForwardArgs(*given)
     weight, levels, granularity = a.weight, a.levels, a.granularity
     tables = None if a.column_codes is None else a[-2:]
-    whole, format = parts_of(granularity)
+    whole, format = parse_grid(granularity)
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
     columns: list[list[Tensor]] = [
@@ -124,7 +127,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
     ]  # gates, operands, c before the step, tanh(c)
     ranges: list[tuple[Tensor, Tensor]] = []
     h, c = a.h0.contiguous(), a.c0.contiguous()
-    for (x_part,) in _split(a.steps, a.sizes, a.reverse, a.x_gates):
+    for (x_part,) in _split_steps(a.steps, a.sizes, a.reverse, a.x_gates):
         size = len(x_part)
         operand = h[:size]
         if levels is not None and operand.numel():
@@ -159,7 +162,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
         if tables is not None and levels is not None:
-            product, _ = import_optional(MULTIPLY, "")(
+            product, _ = import_optional(INT8_STEP_MATMUL, "")(
                 ops, (operand, *found, levels), weight.t(), tables
             )
         else:
@@ -181,9 +184,9 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
             new if size == len(old) else torch.cat([new, old[size:]])
             for new, old in ((out[-1], h), (cell, c))
         )
-    hidden = _cat(out, a.reverse)
+    hidden = _concat_steps(out, a.reverse)
     saved = [
-        _cat(column, a.reverse) if a.save else a.x_gates.new_empty(0)
+        _concat_steps(column, a.reverse) if a.save else a.x_gates.new_empty(0)
         for column in columns
     ]
     of_steps = a.x_gates.new_empty((2, 0), dtype=torch.float32)
@@ -195,13 +198,13 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
 
 
 def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Apply the chain rule to what is given, as ``Backward``, from the last step to the first.
+    """Apply the chain rule to what is given, as ``BackwardArgs``, from the last step to the first.
 
     Returns:
         The gradients of ``x_gates`` and of what the product with h gave, (N, 4 H), the second quantised (empty where
         it is the first), and of h0 and c0, (B, H).
     """
-    a = Backward(*given)
+    a = BackwardArgs(*given)
     weight, gates, before, tanh_c, levels = (
         a.weight,
         a.gates,
@@ -229,7 +232,7 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if a.key is None
         else (a.key + torch.arange(a.steps, device=a.key.device)).unbind()
     )
-    parts = _split(
+    parts = _split_steps(
         a.steps, a.sizes, not a.reverse, a.d_out, slopes, to_c, f, d_gates, behind
     )
     for (out_part, slope, c_part, f_part, step, after), now in zip(
@@ -246,7 +249,7 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             codes = ops.encode(
                 step, low, width, levels, now, clips(a.granularity, now is not None)
             )
-            product, rounded = import_optional(MULTIPLY, "")(
+            product, rounded = import_optional(INT8_STEP_MATMUL, "")(
                 ops, (codes, low, width, levels), weight, tables
             )
             after.copy_(rounded.dequantize())
@@ -262,7 +265,7 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return d_gates, gates.new_empty(0) if levels is None else behind, d_h, d_c
 
 
-def _split(
+def _split_steps(
     steps: int, sizes: Sequence[int], reverse: bool, *tensors: Tensor
 ) -> list[tuple[Tensor, ...]]:
     """The rows of every step of several tensors, from the last step to the first if ``reverse``."""
@@ -271,11 +274,11 @@ def _split(
     return found[::-1] if reverse else found
 
 
-def _cat(column: list[Tensor], reverse: bool) -> Tensor:
+def _concat_steps(column: list[Tensor], reverse: bool) -> Tensor:
     return torch.cat(column[::-1] if reverse else column)
 
 
-def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def recurrence(given: ForwardArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the steps of a quantised LSTM and return the first four results of ``forward``."""
     ops = operators.active
     y, h, c, ranges, *_ = (
@@ -294,16 +297,16 @@ def _register(library: torch.library.Library, family: str) -> None:
     ops = getattr(torch.ops, family)
     for name, plain, fake, gradient, setup in (
         ("lstm_forward", forward, _fake_forward, partial(_gradient, ops), _setup),
-        ("lstm_backward", backward, _fake_backward, _refuse, None),
+        ("lstm_backward", backward, _fake_backward, _refuse_double_backward, None),
     ):
-        loop = operators.LOOPS[f"{family}::{name}"] = partial(plain, ops)
+        loop = operators.MATMUL_OPERATORS[f"{family}::{name}"] = partial(plain, ops)
         operators.define(library, name, SCHEMAS[name], loop, fake, gradient, setup)
 
 
 def _fake_forward(*given: Any) -> tuple[Tensor, ...]:
-    a = Forward(*given)
+    a = ForwardArgs(*given)
     rows, hidden_size = len(a.x_gates), a.weight.shape[1]
-    one_range = a.levels is not None and parts_of(a.granularity)[0] == "per_tensor"
+    one_range = a.levels is not None and parse_grid(a.granularity)[0] == "per_tensor"
     kept = one_range and a.low is None and a.x_gates.numel() > 0
     wide = a.x_gates.shape if a.save else (0,)
     narrow = (rows, hidden_size) if a.save else (0,)
@@ -317,14 +320,14 @@ def _fake_forward(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a = Backward(*given)
+    a = BackwardArgs(*given)
     behind = a.gates.new_empty(0) if a.levels is None else torch.empty_like(a.gates)
     empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
     return torch.empty_like(a.gates), behind, empty(a.d_h), empty(a.d_c)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = Forward(*inputs)
+    a = ForwardArgs(*inputs)
     ctx.steps, ctx.has_bias, ctx.state = (
         (a.steps, a.sizes, a.reverse),
         a.bias is not None,
@@ -356,7 +359,7 @@ def _gradient(
     with torch.autocast(
         weight.device.type, enabled=False
     ):  # compilers trace this under that of the forward pass
-        d_gates, behind, d_h, d_c = gradients(ops, *given)
+        d_gates, behind, d_h, d_c = run_backward(ops, *given)
         d_weight = (
             gemm_backend.linear(ops, behind.t(), operands.t())
             if ctx.needs_input_grad[1]
@@ -388,7 +391,7 @@ class _Recurrence(torch.autograd.Function):
         return None, *_gradient(ctx.ops, ctx, *gradients)
 
 
-def gradients(
+def run_backward(
     ops: Any,
     given: Sequence[Tensor | None],
     state: Sequence[int],
@@ -405,7 +408,7 @@ def gradients(
         ops, weight: as in ``backward``.
         given: gradients of the hidden states and of the last h and c; None where there is none.
         state: (B, H).
-        saved, steps, quantizes, tables: fields of ``Backward`` that follow each other, from ``gates``, ``steps``,
+        saved, steps, quantizes, tables: fields of ``BackwardArgs`` that follow each other, from ``gates``, ``steps``,
             ``levels`` and ``column_codes`` on.
         advance: whether the key is to count the steps.
     """
@@ -423,7 +426,7 @@ def gradients(
     return d_gates, behind, d_h, d_c
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
+def _refuse_double_backward(ctx: Any, *_: Any) -> None:
     raise RuntimeError(
         "trying to differentiate twice: the quantised LSTM has no gradients of gradients"
     )

@@ -22,11 +22,11 @@ from cpt_extras.kernels.layer_state import (
     clips_operand,
     grad_rounding_args,
     is_calibrated,
-    or_stored,
+    select_range,
     stored_range,
     track_steps,
 )
-from cpt_extras.kernels.lstm import Forward, recurrence
+from cpt_extras.kernels.lstm import ForwardArgs, recurrence
 from cpt_extras.kernels.operators import fake_quantize, linear, range_of, round_in_range
 from cpt_extras.operations.recurrences import LSTMDirection, lstm_handler
 
@@ -55,7 +55,7 @@ def run_fused(
         precision, "grad", direction.steps if save else 0
     )
     y, last_h, last_c, ranges = recurrence(
-        Forward(
+        ForwardArgs(
             x_gates,
             hidden_weight,
             hidden_bias,
@@ -86,7 +86,7 @@ def observe_operands(direction: LSTMDirection, x: Tensor, h: Tensor, y: Tensor) 
     """Show who records what was rounded: x (N, I) and the hidden states that entered the steps, from h to y (N, H)."""
     precision = direction.precision
     if precision.is_observed:
-        rows = direction.rows_of_steps(x)
+        rows = direction.step_sizes(x)
         precision.observe(f"input_{direction.name}", x, rows)
         precision.observe(
             f"hidden_{direction.name}", _hidden_before(direction, y, h), rows
@@ -132,7 +132,7 @@ def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
             r.expand(-1, len(x) // direction.steps, 1).reshape(-1, 1) for r in ranges
         ]
     else:
-        parts = x.split(direction.rows_of_steps(x))
+        parts = x.split(direction.step_sizes(x))
         ranges_of_parts = [range_of(part, quantizer.grid) for part in parts]
         columns = list(zip(*ranges_of_parts, strict=True))
         of_steps = (
@@ -146,7 +146,7 @@ def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
         ]
     if quantizer.running and precision.training:
         _track_input(direction, *of_steps)
-    return or_stored(precision, role, *rows)
+    return select_range(precision, role, *rows)
 
 
 def _track_input(direction: LSTMDirection, low: Tensor, width: Tensor) -> None:
@@ -165,16 +165,13 @@ def _with_rounded_gradient(direction: LSTMDirection, y: Tensor) -> Tensor:
     ):  # a row belongs to one step: all steps at once
         return precision.gradient("grad", y)
     return torch.cat(
-        [
-            precision.gradient("grad", part)
-            for part in y.split(direction.rows_of_steps(y))
-        ]
+        [precision.gradient("grad", part) for part in y.split(direction.step_sizes(y))]
     )
 
 
 def _hidden_before(direction: LSTMDirection, y: Tensor, h: Tensor) -> Tensor:
     """Return the hidden states that enter the steps, (N, H): y (N, H) behind them, h (B, H) before the first."""
-    rows = direction.rows_of_steps(y)
+    rows = direction.step_sizes(y)
     behind = y.split(rows)
     if direction.is_reverse:  # sequences that end earlier begin with states of h
         later = zip(rows, (*behind[1:], h[:0]), strict=True)

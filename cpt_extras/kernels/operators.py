@@ -40,7 +40,7 @@ SCHEMAS = {
     "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values) "
     "-> ()",
     "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
-    "linear": gemm_backend.SCHEMA,
+    "linear": gemm_backend.LINEAR_SCHEMA,
 }
 PLAIN = {
     "range": _plain_range,
@@ -54,7 +54,7 @@ PLAIN = {
 }
 FAMILIES = ("cpt", "cpt_reference")
 # operators with products inside -> their plain backend, for those who look into it; to the last digits but of linear
-LOOPS: dict[str, Any] = {
+MATMUL_OPERATORS: dict[str, Any] = {
     f"{family}::linear": torch.nn.functional.linear for family in FAMILIES
 }
 
@@ -91,7 +91,7 @@ def round_in_range(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``torch.nn.functional.linear``, by the library that is faster on this processor, see ``products``."""
-    if torch.compiler.is_compiling() and not gemm_backend.in_onednn(x, weight):
+    if torch.compiler.is_compiling() and not gemm_backend.uses_onednn(x, weight):
         return autocast_matmul.linear(x, weight, bias)
     return gemm_backend.linear(active, x, weight, bias)
 
@@ -101,7 +101,7 @@ def has_gradient_node(y: Tensor) -> bool:
     return (
         y.is_cpu
         and active is torch.ops.cpt
-        and gradient_node
+        and has_cpp_gradient
         and not torch.compiler.is_compiling()
     )
 
@@ -152,7 +152,7 @@ def use(family: str) -> None:
 
 
 def _fake_round(x: Tensor, *_: Any) -> Tensor:
-    _teach_inductor()
+    _register_inductor_decompositions()
     return torch.empty_like(x)
 
 
@@ -168,7 +168,7 @@ def _fake_in_range(
 
 
 def _check(x: Tensor, grid: str) -> None:
-    format = grids.parts_of(grid)[1]
+    format = grids.parse_grid(grid)[1]
     if format is not None:
         from cpt_extras.formats.format import check_blocks
 
@@ -178,7 +178,7 @@ def _check(x: Tensor, grid: str) -> None:
 def _fake_quantize(
     x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _teach_inductor()
+    _register_inductor_decompositions()
     _check(x, granularity)
     return torch.empty_like(x), *_plain_range(x, granularity)
 
@@ -224,14 +224,14 @@ def _register(family: str) -> torch.library.Library:
     fakes |= {
         "encode": _fake_encode,
         "round_in_range": _fake_in_range,
-        "linear": gemm_backend.fake,
+        "linear": gemm_backend.fake_linear,
     }
     gradients = dict.fromkeys(
         ("round_to_grid", "fake_quantize", "round_in_range"), (_gradient, _setup)
     )
     gradients["linear"] = (
-        partial(gemm_backend.gradient, getattr(torch.ops, family)),
-        gemm_backend.setup,
+        partial(gemm_backend.linear_gradient, getattr(torch.ops, family)),
+        gemm_backend.save_linear_operands,
     )
     for name, schema in SCHEMAS.items():
         define(
@@ -245,10 +245,10 @@ def _register(family: str) -> torch.library.Library:
     return library
 
 
-def _teach_inductor() -> None:
+def _register_inductor_decompositions() -> None:
     """Let Inductor take the operators apart; called while a model is traced, where Inductor has been asked for."""
     if (
-        _taught
+        _inductor_setup
         or "torch._inductor" not in sys.modules
         or not torch.compiler.is_compiling()
     ):
@@ -259,12 +259,12 @@ def _teach_inductor() -> None:
         for name in ("range", "round_to_grid", "fake_quantize", "round_in_range"):
             decomposition.decompositions[getattr(ops, name).default] = PLAIN[name]
     decomposition.fast_random_decomps.cache_clear()
-    _taught.append(True)
+    _inductor_setup.append(True)
 
 
-_taught: list[bool] = []
+_inductor_setup: list[bool] = []
 LIBRARIES = {
     family: _register(family) for family in FAMILIES
 }  # as long as these live, the operators exist
 active: Any = torch.ops.cpt
-gradient_node = False  # the C++ kernels bring it
+has_cpp_gradient = False  # the C++ kernels bring it

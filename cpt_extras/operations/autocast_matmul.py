@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """A product; what its backward pass repeats of it, compilers leave out."""
 
     @staticmethod
@@ -34,31 +34,33 @@ class _Product(torch.autograd.Function):
             return None, *backward(gradient)
 
 
-NAMED: dict[str, Callable[..., Tensor]] = {
+MATMUL_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "F.linear": torch.nn.functional.linear,
     "torch.matmul": torch.matmul,
 }
 
 
 @torch.compiler.allow_in_graph
-def _product(name: str, *operands: Tensor) -> Tensor:
-    """Return a product of ``NAMED``, or an einsum by its equation."""
-    return _Product.apply(NAMED.get(name) or partial(torch.einsum, name), *operands)
+def _traced_matmul(name: str, *operands: Tensor) -> Tensor:
+    """Return a product of ``MATMUL_FUNCTIONS``, or an einsum by its equation."""
+    return _Matmul.apply(
+        MATMUL_FUNCTIONS.get(name) or partial(torch.einsum, name), *operands
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what ``torch.nn.functional.linear`` does, in code that is compiled; see ``operators.linear``."""
     return (
-        _product("F.linear", x, weight)
+        _traced_matmul("F.linear", x, weight)
         if bias is None
-        else _product("F.linear", x, weight, bias)
+        else _traced_matmul("F.linear", x, weight, bias)
     )
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return what ``torch.matmul`` does."""
     return (
-        _product("torch.matmul", a, b)
+        _traced_matmul("torch.matmul", a, b)
         if torch.compiler.is_compiling()
         else torch.matmul(a, b)
     )
@@ -67,7 +69,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def einsum(equation: str, *operands: Tensor) -> Tensor:
     """Return what ``torch.einsum`` does."""
     return (
-        _product(equation, *operands)
+        _traced_matmul(equation, *operands)
         if torch.compiler.is_compiling()
         else torch.einsum(equation, *operands)
     )

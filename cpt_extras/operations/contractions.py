@@ -153,7 +153,7 @@ def grouped_matmul(
 
     def compute(a: Tensor, bt: Tensor, bias: Tensor | None) -> Tensor:
         return (
-            _by_expert(a, bt.mT, *rest, **more)
+            _grouped_matmul_by_expert(a, bt.mT, *rest, **more)
             if a.is_cuda
             else function(a, bt.mT, *rest, **more)
         )
@@ -172,7 +172,7 @@ def grouped_matmul(
     return in_float32(layer.precision, first, run, first, second)
 
 
-def _by_expert(
+def _grouped_matmul_by_expert(
     a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **more: Any
 ) -> Tensor:
     """Compute ``grouped_mm`` one expert after the other: on CUDA torch has it for bfloat16 alone."""
@@ -256,8 +256,8 @@ def _contract(
     ):  # element by element, as a * b
         return function(equation, a, b)
     weights = mode.is_weight(a), mode.is_weight(b)
-    sizes = _sizes(terms[0], a)
-    for letter, size in _sizes(terms[1], b).items():
+    sizes = _letter_sizes(terms[0], a)
+    for letter, size in _letter_sizes(terms[1], b).items():
         sizes[letter] = max(size, sizes.get(letter, 1))  # a size of 1 is expanded
     layer = _layer_of_contraction(mode, weights, a, b)
     if _is_scaling(mode, terms, summed, sizes) and layer.kind != "linear":
@@ -272,7 +272,9 @@ def _contract(
     def run(a: Tensor, b: Tensor) -> Tensor:
         tensors = {0: a, 1: b}
         first, second = (
-            _RangesLast(tensors[i], _dims(terms[i], tensors[i], plan.ranged[i]))
+            _ArrangedOperand(
+                tensors[i], _letter_dims(terms[i], tensors[i], plan.ranged[i])
+            )
             for i in plan.order
         )
 
@@ -286,7 +288,7 @@ def _contract(
             return math.prod(sizes.values())
 
         along = tuple(
-            operand.position(_dims(terms[i], tensors[i], summed))
+            operand.position(_letter_dims(terms[i], tensors[i], summed))
             for i, operand in zip(plan.order, (first, second), strict=True)
         )
         operands = first.tensor, second.tensor, None
@@ -348,7 +350,11 @@ def _plan_contraction(
         )
         return _Contraction(order, (summed, summed), roles, "linear_grad")
     rows, columns = _free_letters(terms, summed, 0), _free_letters(terms, summed, 1)
-    counts = _product(sizes, rows), _product(sizes, summed), _product(sizes, columns)
+    counts = (
+        _size_product(sizes, rows),
+        _size_product(sizes, summed),
+        _size_product(sizes, columns),
+    )
     weights_of_tokens = find_token_weights(
         mode, counts, features[0] in rows, features[1] in summed
     )
@@ -375,7 +381,7 @@ def _is_scaling(
     """Return whether a sum has one element, and the first operand is no probability of the only token."""
     if not all(sizes[letter] == 1 for letter in summed):
         return False
-    shape = _product(sizes, _free_letters(terms, summed, 0)), 1
+    shape = _size_product(sizes, _free_letters(terms, summed, 0)), 1
     module = mode.running.stack[-1]
     return shape not in (*module.probabilities, *module.scores)
 
@@ -395,12 +401,12 @@ def _feature_letter(term: str, dim: int) -> str:
     return letters[dim] if -dim <= len(letters) else ""
 
 
-def _product(sizes: dict[Any, int], letters: list[str]) -> int:
+def _size_product(sizes: dict[Any, int], letters: list[str]) -> int:
     """Return the product of the sizes of letters."""
     return math.prod([sizes[letter] for letter in letters])
 
 
-class _RangesLast:
+class _ArrangedOperand:
     """An operand of an einsum, arranged as it is rounded: with what a range spans as its last dimension."""
 
     def __init__(self, x: Tensor, dims: list[int]) -> None:
@@ -425,7 +431,7 @@ class _RangesLast:
         return min(places[-1], self.others) - self.tensor.dim() if places else -1
 
 
-def _dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
+def _letter_dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
     """Return the dimensions of an operand of ``einsum`` that have these letters, in their order."""
     before = term.partition(".")[0]
     places = {
@@ -435,7 +441,7 @@ def _dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
     return [places[letter] for letter in letters if letter in term]
 
 
-def _sizes(term: str, x: Tensor) -> dict[Any, int]:
+def _letter_sizes(term: str, x: Tensor) -> dict[Any, int]:
     """Return the size of every letter of an operand, and of the dimensions behind an ellipsis, counted from the end."""
     before, dots, after = term.partition("...")
     sizes: dict[Any, int] = dict(zip(before, x.shape, strict=False))
@@ -482,7 +488,7 @@ def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-HANDLERS: dict[
+CONTRACTION_HANDLERS: dict[
     str, tuple[Callable[..., Any], str]
 ] = {  # function -> handler, and the names of its operands
     "addmm": (added_matmul, "input mat1 mat2"),
@@ -503,7 +509,7 @@ HANDLERS: dict[
     "dot": (matmul, "input tensor"),
     "vdot": (matmul, "input other"),
 }
-for _name, (_handler, _operands) in HANDLERS.items():
+for _name, (_handler, _operands) in CONTRACTION_HANDLERS.items():
     register_handler(functions_named(_name), _handler, _operands)
 
 

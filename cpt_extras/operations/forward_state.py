@@ -1,9 +1,8 @@
-"""State of a layer in a forward pass, for computations of its backward pass that ask the layer again.
+"""State of a layer in a forward pass, restored when its backward pass computes with the layer again.
 
-A layer may have other bits, or be in another mode, when ``backward()`` runs: a scheduler has gone on, or a block of
-``precision`` is over. ``ForwardState.of(precision)`` notes what decided on the forward pass, and ``in_state`` lets the
-layer have it again for the time of a ``with`` block. Tensors are exchanged and not filled, since other passes hold
-them.
+When ``backward()`` runs, a scheduler may have changed the bits of a layer, or a ``precision`` block may have ended.
+``ForwardState.capture(precision)`` stores the bits, the mode and the ranges of the forward pass, and ``in_state``
+restores them inside a ``with`` block. Tensors are replaced and not overwritten, since other passes hold them.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from cpt_core.quantization.active_bits import ActiveBits
 from cpt_core.quantization.fake_quantize import fill_steps
 from cpt_core.quantization.precision import LayerPrecision
 
-NUM_STEPS = (
+STEP_TENSORS = (
     "num_steps",
     "weight_num_steps",
     "grad_num_steps",
     "weight_grad_num_steps",
 )
-OTHERS = (
+MODE_ATTRIBUTES = (
     "active_bits",
     "training",
     "calibrated",
@@ -37,14 +36,14 @@ OTHERS = (
 
 
 class ForwardState(NamedTuple):
-    """What decides on the forward pass of a layer.
+    """Bits, mode and ranges of a layer in a forward pass.
 
     Attributes:
-        now: the active bits.
+        active_bits: bits and formats of every role.
         training: whether the layer is in training.
         calibrated: whether its running ranges are known to be filled.
         ranges: copies of its running ranges by name; none in training, which does not read them.
-        fixed: whether the layer is in a ``precision`` block.
+        is_fixed: whether the layer is in a ``precision`` block.
     """
 
     active_bits: ActiveBits
@@ -54,8 +53,8 @@ class ForwardState(NamedTuple):
     is_fixed: bool
 
     @classmethod
-    def of(cls, precision: LayerPrecision, evaluates: bool = True) -> ForwardState:
-        """Note the state of a layer; ``evaluates``: whether running ranges are read."""
+    def capture(cls, precision: LayerPrecision, evaluates: bool = True) -> ForwardState:
+        """Return the state of a layer now; running ranges are copied only if ``evaluates``."""
         ranges = (
             {}
             if precision.training or not evaluates
@@ -70,7 +69,7 @@ class ForwardState(NamedTuple):
         )
 
     def differs(self, precision: LayerPrecision) -> bool:
-        """Return whether a layer may be in another state now."""
+        """Return whether the layer may have left this state."""
         return (
             self.active_bits is not precision.active_bits
             or self.training != precision.training
@@ -79,9 +78,9 @@ class ForwardState(NamedTuple):
 
     @torch.inference_mode(False)
     def attributes(self, precision: LayerPrecision) -> dict[str, Any]:
-        """Return the attributes of a layer in this state, but those that follow from its execution."""
+        """Return the attributes that put a layer into this state, without those of its execution."""
         levels = {
-            name: torch.zeros_like(getattr(precision, name)) for name in NUM_STEPS
+            name: torch.zeros_like(getattr(precision, name)) for name in STEP_TENSORS
         }
         for tensor, steps in zip(levels.values(), self.active_bits.steps, strict=True):
             if steps is not None:
@@ -101,7 +100,7 @@ class ForwardState(NamedTuple):
 
 @contextmanager
 def in_state(states: Mapping[LayerPrecision, ForwardState]) -> Iterator[None]:
-    """Let layers be in the states of a forward pass."""
+    """Put layers into the states of a forward pass inside a ``with`` block."""
     former: list[tuple[LayerPrecision, dict[str, Any]]] = []
     try:
         for precision, state in states.items():
@@ -111,7 +110,10 @@ def in_state(states: Mapping[LayerPrecision, ForwardState]) -> Iterator[None]:
             former.append(
                 (
                     precision,
-                    {name: getattr(precision, name) for name in (*attributes, *OTHERS)},
+                    {
+                        name: getattr(precision, name)
+                        for name in (*attributes, *MODE_ATTRIBUTES)
+                    },
                 )
             )
             vars(precision).update(attributes)

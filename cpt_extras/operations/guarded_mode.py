@@ -323,7 +323,7 @@ def _runs_in(frame: Any, current: Any) -> bool:
     return True
 
 
-def _run_uncompiled(hook: Callable[..., Any]) -> None:
+def _exclude_from_compilation(hook: Callable[..., Any]) -> None:
     """Let compilers trace a hook where it runs inside other code, and leave it alone where they meet it by itself."""
     evaluation = torch._C._dynamo.eval_frame
     if hasattr(evaluation, "skip_code"):  # of older torch
@@ -335,5 +335,5 @@ def _run_uncompiled(hook: Callable[..., Any]) -> None:
         )
 
 
-_run_uncompiled(enter_module)
-_run_uncompiled(leave_module)
+_exclude_from_compilation(enter_module)
+_exclude_from_compilation(leave_module)

@@ -57,7 +57,7 @@ class CheckpointedFunction:
         """Note the state of a layer that runs inside, the first time; of ``precision`` blocks inside, that around."""
         known = self.states.get(precision)
         if known is None or (known.is_fixed and not precision.is_fixed):
-            self.states[precision] = ForwardState.of(precision)
+            self.states[precision] = ForwardState.capture(precision)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function as in the forward pass."""
@@ -79,17 +79,18 @@ def active_checkpoints(
         until: frame at which this search ends; None for that of the whole program.
     """
     found = [
-        _prepared(holder, "recompute_fn", mode, running)
-        for holder in _frames_of_checkpoints()
+        _wrap_function(holder, "recompute_fn", mode, running)
+        for holder in _checkpoint_frames()
     ]
     if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         found += [
-            _prepared(*place, mode, running) for place in _reentrant(frame, until)
+            _wrap_function(*place, mode, running)
+            for place in _reentrant_contexts(frame, until)
         ]
     return tuple(found)
 
 
-def _prepared(
+def _wrap_function(
     holder: Any, name: str, mode: GuardedMode, running: RunningModule | None
 ) -> CheckpointedFunction:
     """Return the function that an attribute of a checkpoint holds, and put it there."""
@@ -100,7 +101,7 @@ def _prepared(
     return function
 
 
-def _frames_of_checkpoints() -> list[Any]:
+def _checkpoint_frames() -> list[Any]:
     """Return what torch's checkpoints keep of a call where they are not reentrant: they hook what autograd saves."""
     autograd, hooks = torch._C._autograd, []
     while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -121,7 +122,7 @@ def _frames_of_checkpoints() -> list[Any]:
     ]
 
 
-def _reentrant(frame: Any, until: Any) -> list[tuple[Any, str]]:
+def _reentrant_contexts(frame: Any, until: Any) -> list[tuple[Any, str]]:
     """Return the contexts of Functions whose forward runs what they hold, and the names of the attributes."""
     found = []
     running = set()  # what a checkpoint keeps and runs now it will run again

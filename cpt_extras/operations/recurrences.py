@@ -69,7 +69,7 @@ def lstm_step(linear: Linear, w: Weights, x: Tensor, state: State) -> State:
     return (h if w[4] is None else linear(h, w[4])), c
 
 
-STEPS: dict[str, Step] = {
+CELL_STEPS: dict[str, Step] = {
     "rnn_tanh": partial(rnn_step, torch.tanh),
     "rnn_relu": partial(rnn_step, torch.relu),
     "gru": gru_step,
@@ -89,7 +89,7 @@ def run_cell(
 ) -> Any:
     """Compute what ``torch.gru_cell`` and its like do."""
     state = tuple(hx) if kind == "lstm" else (hx,)
-    after = STEPS[kind](linear, [w_ih, w_hh, b_ih, b_hh, None], input, state)
+    after = CELL_STEPS[kind](linear, [w_ih, w_hh, b_ih, b_hh, None], input, state)
     return after if kind == "lstm" else after[0]
 
 
@@ -100,10 +100,10 @@ def run_recurrence(
     call = RecurrentCall.of(input, *args)
 
     def run_direction(index: int, x: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
-        steps = x.split(call.sizes or len(x) // steps_of(call))
+        steps = x.split(call.sizes or len(x) // num_time_steps(call))
         is_reverse = call.is_bidirectional and index % 2 == 1
         return run_steps(
-            partial(STEPS[kind], linear, call.direction_weights(index)),
+            partial(CELL_STEPS[kind], linear, call.direction_weights(index)),
             steps,
             start,
             is_reverse,
@@ -144,7 +144,7 @@ class LSTMDirection(NamedTuple):
         """Whether the direction runs from the last step to the first."""
         return self.name.endswith("_reverse")
 
-    def rows_of_steps(self, x: Tensor) -> tuple[int, ...]:
+    def step_sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return how many rows of x (N, ...) belong to every step."""
         return self.sizes or (len(x) // self.steps,) * self.steps
 
@@ -199,7 +199,7 @@ def run_by_steps(
         return lstm_state(input_gates + hidden_gates, cell)
 
     return run_steps(
-        step, x.split(direction.rows_of_steps(x)), (h, c), direction.is_reverse
+        step, x.split(direction.step_sizes(x)), (h, c), direction.is_reverse
     )
 
 
@@ -217,7 +217,14 @@ def run_lstm(
         def run(index: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
             w_ih, w_hh, b_ih, b_hh, _ = in_dtype.direction_weights(index)
             direction = LSTMDirection(
-                precision, names[index], w_ih, w_hh, b_ih, b_hh, steps_of(call), sizes
+                precision,
+                names[index],
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                num_time_steps(call),
+                sizes,
             )
             results = None if executor is None else executor(direction, x, h, c)
             return run_direction(direction, x, h, c) if results is None else results
@@ -230,7 +237,7 @@ def run_lstm(
 # --- layers, directions and steps -----------------------------------------------------------------------------------
 
 
-def steps_of(call: RecurrentCall) -> int:
+def num_time_steps(call: RecurrentCall) -> int:
     """Return the number of time steps."""
     return (
         call.x.shape[1 if call.is_batch_first else 0]
@@ -248,7 +255,7 @@ def run_layers(
         call: arguments of the function.
         run_direction: index of layer and direction, x (N, I), state (B, H) each -> hidden states (N, H), last state.
     """
-    if steps_of(call) == 0:
+    if num_time_steps(call) == 0:
         raise ValueError("the sequences of a recurrent layer need at least one step")
     x = call.x.transpose(0, 1) if call.is_batch_first else call.x
     x = x.flatten(0, 1) if call.sizes is None else x
@@ -263,7 +270,7 @@ def run_layers(
         if call.dropout and layer < call.num_layers - 1:
             x = functional.dropout(x, call.dropout, call.training)
     if call.sizes is None:
-        x = x.unflatten(0, (steps_of(call), -1))
+        x = x.unflatten(0, (num_time_steps(call), -1))
         x = x.transpose(0, 1) if call.is_batch_first else x
     return x, *(torch.stack(tensors) for tensors in zip(*ends, strict=True))
 

@@ -97,7 +97,10 @@ def matmul_with_split_gradient(
         operands: first operand, second operand, and perhaps a bias; None for one that is not there.
     """
     round_gradients = partial(
-        _rounded_gradients, precision, ForwardState.of(precision, evaluates=False), role
+        _rounded_gradients,
+        precision,
+        ForwardState.capture(precision, evaluates=False),
+        role,
     )
     return _SplitGradient.apply(round_gradients, compute, *operands)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from cpt_extras.optional_libraries import extra_named
+from cpt_extras.optional_libraries import explain_missing_extra
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import record_loss, supervise
@@ -31,7 +31,7 @@ from cpt_lab.sweeps.worker import Job, Outcome
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.device import choose_device
 
-with extra_named("cluster"):
+with explain_missing_extra("cluster"):
     import distributed
 
 STOP_SECONDS = 2.0  # how often a worker asks whether the sweep was stopped

@@ -231,7 +231,7 @@ def _environment(provenance: dict[str, Any]) -> dict[str, str]:
         variables["CPT_KERNELS"] = "reference"
 
     library = _matmul_library(provenance)
-    if library == "torch" or gemm_backend.is_there():
+    if library == "torch" or gemm_backend.has_onednn_matmul():
         variables["CPT_PRODUCTS"] = library
 
     if _has_fixed_sum_order(provenance):

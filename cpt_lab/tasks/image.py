@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models import MODELS
-from cpt_extras.optional_libraries import extra_named
+from cpt_extras.optional_libraries import explain_missing_extra
 from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.image_batches import (
     array_batches,
@@ -68,7 +68,7 @@ class ImageTask:
     def model(self) -> nn.Module:
         """Return the recipe's model."""
         build = MODELS[self.recipe.model]
-        with extra_named("vision"):
+        with explain_missing_extra("vision"):
             model = build(self.data.channels, self.recipe.size, self.data.classes)
         return model.to(self.device)
 

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 import cpt_core as cpt
-from cpt_extras.figures import INCH
+from cpt_extras.figures import PIXELS_PER_INCH
 from cpt_extras.search.range_test_result import PrecisionRange
 from cpt_lab.analysis import quality_cost, schedules, style
 from cpt_lab.analysis.figures import figure_3, figure_6, figure_7, figure_8
@@ -220,7 +220,7 @@ def test_a_figure_can_be_read_and_described(name):
         assert text.get_fontsize() >= style.SMALL, text.get_text()
     width = float(re.search(r"max-width: (\d+)rem", PAGE)[1]) * 16 - 32
     assert (
-        figure.get_tightbbox().width * INCH <= width
+        figure.get_tightbbox().width * PIXELS_PER_INCH <= width
     )  # a page shows it at its own size
     for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):

@@ -9,7 +9,7 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
 from cpt_extras.formats.ladder import LADDERS
-from cpt_extras.integrations._common import TrainerPrecision
+from cpt_extras.integrations.trainer_precision import TrainerPrecision
 from cpt_extras.search.custom_schedules import FunctionSchedule
 from tests.helpers import quietly
 

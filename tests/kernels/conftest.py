@@ -24,7 +24,7 @@ def threaded():
 def undecided(monkeypatch):
     """As if nothing had asked for a backend yet."""
     monkeypatch.setattr(backend, "_active", None)
-    before = operators.active, operators.gradient_node, gemm_backend.active
+    before = operators.active, operators.has_cpp_gradient, gemm_backend.active
     yield
-    operators.active, operators.gradient_node = before[:2]
+    operators.active, operators.has_cpp_gradient = before[:2]
     gemm_backend.use(before[2])

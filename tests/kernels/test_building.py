@@ -88,7 +88,7 @@ assert not os.path.exists(os.environ["CPT_KERNELS_DIR"]), "something is built at
 open(sys.argv[2], "w").close()
 torch.load(sys.argv[1], weights_only=False)
 from cpt_extras.kernels import operators
-assert operators.gradient_node, "no kernels have come with the model"
+assert operators.has_cpp_gradient, "no kernels have come with the model"
 print(cpt.backend())
 """
 
@@ -167,7 +167,7 @@ def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(
     name, fake, loaded, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        build, "_is_own_group", lambda number: False
+        build, "_is_private_group", lambda number: False
     )  # root's group is root's alone
     monkeypatch.setenv("CPT_KERNELS_DIR", str(UNUSABLE[name][0](tmp_path)))
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(
     )
     assert loaded == list(spare.glob("*.so")) * 3
     assert fake.read_text() == "built\n"
-    place = spare_folders.find_place()
+    place = spare_folders.find_kernel_location()
     assert (place.folder, place.built) == (spare, True)
     assert re.search(UNUSABLE[name][1], place.reason)
 
@@ -226,7 +226,7 @@ def test_a_spare_folder_that_others_could_have_made_is_not_used(
     )
     assert caplog.text.count("name a safe folder with CPT_KERNELS_DIR") == 1
     assert not list((tmp_path / "temporary").rglob("*.so"))
-    assert spare_folders.find_place()[:3] == (
+    assert spare_folders.find_kernel_location()[:3] == (
         None,
         "/proc/nope/cache cannot be written to",
         False,
@@ -317,9 +317,9 @@ OPEN = {
 def test_what_others_could_have_written_is_known(planted, name):
     if "another user" in name and os.geteuid() != 0:
         pytest.skip("only root gives files away")
-    assert build.open_to_others(planted) == ""
+    assert build.exposure_reason(planted) == ""
     OPEN[name][0](planted)
-    assert re.search(OPEN[name][1], build.open_to_others(planted))
+    assert re.search(OPEN[name][1], build.exposure_reason(planted))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(
         "pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_gid=own)
     )
     planted.parent.chmod(0o770)
-    said = build.open_to_others(planted)
+    said = build.exposure_reason(planted)
     assert (
         said == ""
         if safe

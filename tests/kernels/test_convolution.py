@@ -17,7 +17,7 @@ from cpt_extras.int8.convolution import Geometry
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
 from cpt_extras.kernels.backend import backend, reference
-from cpt_extras.kernels.gemm_backend import LONGEST
+from cpt_extras.kernels.gemm_backend import MAX_INT8_TERMS
 
 NEAR = 1e-6
 normal = partial(drawn, "two-sided")
@@ -38,7 +38,7 @@ def last(codes):
 
 
 def quantized(x, bits, granularity="per_tensor"):
-    q = QuantizedTensor.of(x, bits, granularity)
+    q = QuantizedTensor.quantize(x, bits, granularity)
     return q._replace(codes=last(q.codes)) if granularity == "per_tensor" else q
 
 
@@ -61,7 +61,7 @@ def three_products(a, w, g, bias, geometry, channels_last=False):
     shapes = a.codes.shape, w.codes.shape
     by_output = convolution.conv2d(a, w, bias, geometry, channels_last)
     pairs = ((by_output, lambda a, w, g: conv2d(a, w, None, *geometry)),)
-    if w.one_step:
+    if w.has_one_scale:
         by_input = convolution.conv2d_input(g, w, shapes[0], geometry, channels_last)
         pairs += ((by_input, lambda a, w, g: conv2d_input(shapes[0], w, g, *geometry)),)
     by_weight = convolution.conv2d_weight(g, a, shapes[1][2:], geometry)
@@ -129,8 +129,8 @@ def test_ways_to_compute_differ_in_no_bit(monkeypatch):
         quantized(normal(3, 17, 5, 6), 8),
     )
     runs = []
-    for library in (convolution.has_library, lambda device: False):
-        monkeypatch.setattr(convolution, "has_library", library)
+    for library in (convolution.has_onednn_convolution, lambda device: False):
+        monkeypatch.setattr(convolution, "has_onednn_convolution", library)
         runs.append(
             [
                 y
@@ -252,11 +252,14 @@ def test_sums_beyond_float32_are_exact(zero, C):
     )  # least: zero, or zero + 128
     exact = conv2d(around, weight.double()).permute(0, 2, 3, 1).reshape(-1, 3)
     assert torch.equal(sums.double(), exact)
-    assert sums.dtype == torch.int32 or float(exact.abs().max()) < convolution.EXACT
+    assert (
+        sums.dtype == torch.int32
+        or float(exact.abs().max()) < convolution.MAX_EXACT_FLOAT32
+    )
 
 
 def test_sums_beyond_int32_are_divided():
-    C = LONGEST // 9 + 100
+    C = MAX_INT8_TERMS // 9 + 100
     x, weight = torch.ones(1, C, 3, 3), torch.ones(2, C, 3, 3)
     x[0, 0], weight[:, 0] = 0, 0  # all codes but a few at the end of their range
     a, w = quantized(x, 8), quantized(weight, 8)

@@ -54,7 +54,7 @@ def call(ops, name, x, *given):
 
 def cases(x):
     scale, bias = normal(len(x), 1).abs().to(x), normal(x.shape[1]).to(x)
-    for name in graph.OPERATORS:
+    for name in graph.GRAPH_OPERATORS:
         for s in (scale, *[None] * (name != "scale_round")):
             for levels in map(torch.tensor, (1.0, 15.0, 65535.0)):
                 if name == "round_scale_round":
@@ -90,7 +90,7 @@ def test_threads_change_no_bit(threaded):
     ("name", "scaled"),
     [
         (name, s)
-        for name in graph.OPERATORS
+        for name in graph.GRAPH_OPERATORS
         for s in (True, False)
         if s or name != "scale_round"
     ],
@@ -133,7 +133,7 @@ def edges(kind, sources, rows, count):
 )
 @pytest.mark.parametrize("transposed", [False, True])
 def test_sums_of_codes_are_exact(kind, sizes, transposed, monkeypatch):
-    monkeypatch.setattr(graph_on_codes, "PART", 64)
+    monkeypatch.setattr(graph_on_codes, "MAX_GATHERED_NUMBERS", 64)
     sources, rows, count, features = sizes
     indptr, indices = edges(kind, sources, rows, count)
     codes = torch.randint(-128, 128, (features, sources), dtype=torch.int8).t()

@@ -318,7 +318,7 @@ def test_cpp_is_bit_identical_on_codes(compiled, steps, options):
         x, weight, bias, h, c = (
             t.detach() for t in tensors(STEPS[steps], width, **options)
         )
-        u = QuantizedTensor.of(weight, 5, "per_tensor")
+        u = QuantizedTensor.quantize(weight, 5, "per_tensor")
         *rest, levels, granularity, key, _ = arguments(STEPS[steps], **options)
         for ops in (compiled, torch.ops.cpt_reference):
             tables = column_tables(u.t(), bias)

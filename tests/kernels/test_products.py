@@ -11,7 +11,7 @@ from cpt_extras import cpu_info as processors
 from cpt_extras.kernels import gemm_backend, operators
 
 ONEDNN = pytest.mark.skipif(
-    not gemm_backend.is_there(), reason="torch has no product of oneDNN here"
+    not gemm_backend.has_onednn_matmul(), reason="torch has no product of oneDNN here"
 )
 CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: Other\nflags\t: avx2 avx512f\n"
 
@@ -20,7 +20,7 @@ CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: 
 def onednn(monkeypatch):
     """Let oneDNN compute all products, however small."""
     cpt.backend()
-    monkeypatch.setattr(gemm_backend, "LEAST", 1)
+    monkeypatch.setattr(gemm_backend, "MIN_ONEDNN_MACS", 1)
     before = gemm_backend.active
     gemm_backend.use("onednn")
     yield
@@ -56,13 +56,13 @@ def test_the_library_is_that_of_the_processor(
 ):
     assert processor(maker, *flags) == ((maker, widest) if widest else ())
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
+    monkeypatch.setattr(gemm_backend, "has_onednn_matmul", lambda: True)
     assert gemm_backend.choose_library()[0] == library
-    monkeypatch.setattr(gemm_backend, "is_there", lambda: False)
+    monkeypatch.setattr(gemm_backend, "has_onednn_matmul", lambda: False)
     found, why = gemm_backend.choose_library()
     assert found == "torch"
     assert ("this torch has no product of oneDNN" in why) == (library == "onednn")
-    monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
+    monkeypatch.setattr(gemm_backend, "has_onednn_matmul", lambda: True)
     monkeypatch.setattr(
         torch.backends.mkl, "is_available", lambda: False
     )  # the table compares with MKL
@@ -78,9 +78,9 @@ def test_a_processor_that_nobody_knows_takes_torch(tmp_path, monkeypatch):
 def test_a_library_can_be_forced(processor, monkeypatch):
     processor("AuthenticAMD", "avx512f")
     assert gemm_backend.choose_library("torch") == ("torch", "CPT_PRODUCTS=torch")
-    monkeypatch.setattr(gemm_backend, "is_there", lambda: True)
+    monkeypatch.setattr(gemm_backend, "has_onednn_matmul", lambda: True)
     assert gemm_backend.choose_library("onednn") == ("onednn", "CPT_PRODUCTS=onednn")
-    monkeypatch.setattr(gemm_backend, "is_there", lambda: False)
+    monkeypatch.setattr(gemm_backend, "has_onednn_matmul", lambda: False)
     with pytest.raises(
         RuntimeError,
         match="CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none",
@@ -96,7 +96,7 @@ def test_backend_names_the_library_and_products_run_in_it(
     assert f"products on a CPU: {library} (CPT_PRODUCTS={library})" in str(
         cpt.backend()
     )
-    calls, _ = in_onednn(
+    calls, _ = uses_onednn(
         lambda: operators.linear(torch.ones(128, 128), torch.ones(128, 128))
     )
     assert calls == (library == "onednn")
@@ -105,7 +105,7 @@ def test_backend_names_the_library_and_products_run_in_it(
 # --- what oneDNN computes -----------------------------------------------------------------------------------------
 
 
-def in_onednn(run):
+def uses_onednn(run):
     """How many products of oneDNN's run, and what comes out."""
     with torch.autograd.profiler.profile() as profile:
         found = run()
@@ -132,7 +132,7 @@ def test_a_product_keeps_what_that_of_torch_keeps(onednn, trained):
         return sorted(sizes)
 
     assert (
-        in_onednn(lambda: kept(operators.linear))[1]
+        uses_onednn(lambda: kept(operators.linear))[1]
         == kept(torch.nn.functional.linear)
         != []
     )
@@ -156,7 +156,7 @@ def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
             *torch.autograd.grad(sum(g.sin().sum() for g in first), given),
         ]
 
-    calls, found = in_onednn(lambda: run(operators.linear, torch.float32))
+    calls, found = uses_onednn(lambda: run(operators.linear, torch.float32))
     assert (
         calls == 9
     )  # the product, its two backward ones, and two of each of these three
@@ -164,17 +164,17 @@ def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
     exact = run(nn.functional.linear, torch.double)
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4, check_dtype=False)
     assert (
-        in_onednn(lambda: run(operators.linear, torch.double))[0] == 0
+        uses_onednn(lambda: run(operators.linear, torch.double))[0] == 0
     )  # of float32 alone
 
 
 @pytest.mark.parametrize(("rows", "library"), [(127, False), (128, True)])
 def test_small_products_stay_with_torch(onednn, monkeypatch, rows, library):
-    monkeypatch.setattr(gemm_backend, "LEAST", 1 << 21)
+    monkeypatch.setattr(gemm_backend, "MIN_ONEDNN_MACS", 1 << 21)
     assert (
-        gemm_backend.in_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
+        gemm_backend.uses_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
     )
-    assert not gemm_backend.in_onednn(
+    assert not gemm_backend.uses_onednn(
         torch.ones(rows, 128, device="meta"), torch.ones(128, 128, device="meta")
     )
 
@@ -202,10 +202,10 @@ def step(name, compiled=False):
 @ONEDNN
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_compute_the_same_in_either_library(onednn, name):
-    calls, found = in_onednn(lambda: step(name))
+    calls, found = uses_onednn(lambda: step(name))
     assert calls >= 3
     gemm_backend.use("torch")
-    calls, expected = in_onednn(lambda: step(name))
+    calls, expected = uses_onednn(lambda: step(name))
     assert calls == 0
     for a, b in zip(found, expected, strict=True):
         assert a.stride() == b.stride()
@@ -244,7 +244,7 @@ def test_the_lstm_in_cpp_is_bit_identical_in_onednn(
 
     ways = torch.ops.cpt, torch.ops.cpt_reference
     (calls, found), (plain, expected) = (
-        in_onednn(lambda o=ops: run(o, STEPS[steps], width, options)) for ops in ways
+        uses_onednn(lambda o=ops: run(o, STEPS[steps], width, options)) for ops in ways
     )
     assert calls == plain
     assert (calls > 0) == (steps != "none")
@@ -259,11 +259,11 @@ def test_small_products_of_the_lstm_stay_with_torch(
     from kernels.test_lstm_kernels import STEPS, run
 
     monkeypatch.setattr(
-        gemm_backend, "LEAST", 3 * 16 * 4 * 16
+        gemm_backend, "MIN_ONEDNN_MACS", 3 * 16 * 4 * 16
     )  # every product of a step with 3 sequences is as large
     gemm_backend.use("onednn")
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
-        calls, _ = in_onednn(lambda o=ops: run(o, STEPS["one step"], width, {}))
+        calls, _ = uses_onednn(lambda o=ops: run(o, STEPS["one step"], width, {}))
         assert calls == (3 if library else 0)
 
 

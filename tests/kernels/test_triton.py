@@ -22,14 +22,18 @@ triton = pytest.importorskip(
 )
 tl = triton.language
 
-WHOLE = {"TILE": 4096, "FUSED": 16384, "WIDE": 2**30}  # rows in one block
-PARTS = {
-    "TILE": 256,
-    "FUSED": 4,
-    "PARTS": 3,
-    "BLOCKS": 2,
-    "DIVIDED": 8,
-    "WIDE": 0,
+WHOLE = {
+    "TILE_ELEMENTS": 4096,
+    "MAX_WHOLE_ROW_TILE": 16384,
+    "MIN_WIDE_OFFSET": 2**30,
+}  # rows in one block
+EXTREMES_PROGRAMS = {
+    "TILE_ELEMENTS": 256,
+    "MAX_WHOLE_ROW_TILE": 4,
+    "EXTREMES_PROGRAMS": 3,
+    "ROUNDING_PROGRAMS": 2,
+    "MAX_DIVIDED_COLUMNS": 8,
+    "MIN_WIDE_OFFSET": 0,
 }  # several of everything, 64 bits
 KEPT = sorted(tiles.KEPT_DIMS)
 LAYOUTS, VALUES = layouts(1), numbers(1)
@@ -92,10 +96,10 @@ def cut(monkeypatch):
     def set_sizes(sizes):
         for name, value in sizes.items():
             monkeypatch.setattr(tiles, name, value)
-        tiles.plan_of.cache_clear()
+        tiles.plan_tiles.cache_clear()
 
     yield set_sizes
-    tiles.plan_of.cache_clear()
+    tiles.plan_tiles.cache_clear()
 
 
 def check(kernels, x, granularity, bits, key, codes=True):
@@ -123,7 +127,7 @@ def test_layouts(kernels, cut, layout):
     """Every layout with every range, of both sizes: pairs, for the interpreter is slow."""
     x = LAYOUTS[layout]
     for i, granularity in enumerate(KEPT, list(LAYOUTS).index(layout)):
-        cut(PARTS if i % 2 else WHOLE)
+        cut(EXTREMES_PROGRAMS if i % 2 else WHOLE)
         check(
             kernels,
             x,
@@ -143,7 +147,7 @@ def test_layouts(kernels, cut, layout):
         )  # else just seen
 
 
-@pytest.mark.parametrize("sizes", [WHOLE, PARTS], ids=["whole", "parts"])
+@pytest.mark.parametrize("sizes", [WHOLE, EXTREMES_PROGRAMS], ids=["whole", "parts"])
 @pytest.mark.parametrize("values", VALUES)
 def test_values(kernels, cut, values, sizes):
     cut(sizes)
@@ -316,7 +320,7 @@ PLANS = [  # shape, its strides or None, granularity, programs of every launch
 @pytest.mark.parametrize(("shape", "strides", "granularity", "programs"), PLANS)
 def test_rows_that_fit_in_a_tile_take_one_launch(shape, strides, granularity, programs):
     strides = strides or tiles.contiguous(shape)
-    plan = tiles.plan_of(
+    plan = tiles.plan_tiles(
         shape, strides, strides, tiles.range_shape(shape, granularity)[1], False
     )
     assert [
@@ -376,7 +380,7 @@ def test_machine_code(compiled_for, cut, capability):
 
     launches = compiled_for(capability)
     cut(
-        {"TILE": 512, "FUSED": 512}
+        {"TILE_ELEMENTS": 512, "MAX_WHOLE_ROW_TILE": 512}
     )  # four elements per thread instead of sixteen: ptxas is done sooner
     levels, key = meta(), meta(dtype=torch.int64)
     triton_kernels.fake_quantize(meta(64, 32, 3, 3), levels, "per_channel", None)

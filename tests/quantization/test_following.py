@@ -13,7 +13,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
-from cpt_extras.integrations.following import KEY
+from cpt_extras.integrations.optimizer_hooks import KEY
 
 STEPS, EVERY = 24, 10
 SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=2)

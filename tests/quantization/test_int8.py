@@ -23,7 +23,7 @@ from cpt_extras.int8.matmul import matmul
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
 from cpt_extras.kernels.backend import backend, reference
-from cpt_extras.kernels.gemm_backend import LONGEST
+from cpt_extras.kernels.gemm_backend import MAX_INT8_TERMS
 
 NEAR = 1e-6
 
@@ -131,8 +131,10 @@ def test_a_product_of_codes_is_that_of_the_values(
     """Of two matrices, or of many pairs."""
     M, K, N = sizes
     backend()
-    a = QuantizedTensor.of(drawn(kinds[0], *outer, M, K), bits[0], names[0])
-    b = QuantizedTensor.of(drawn(kinds[1], *outer, N, K, seed=1), bits[1], names[1])
+    a = QuantizedTensor.quantize(drawn(kinds[0], *outer, M, K), bits[0], names[0])
+    b = QuantizedTensor.quantize(
+        drawn(kinds[1], *outer, N, K, seed=1), bits[1], names[1]
+    )
     bias = drawn("two-sided", N, seed=2)
     with reference() if plain else nullcontext():
         y = matmul(a, b.t(), bias)
@@ -145,12 +147,18 @@ def test_a_product_of_codes_is_that_of_the_values(
 
 
 @pytest.mark.parametrize(
-    "shape", [(3, 8192), (3, LONGEST + 100), (3, 3 * LONGEST), (2, 3, LONGEST + 100)]
+    "shape",
+    [
+        (3, 8192),
+        (3, MAX_INT8_TERMS + 100),
+        (3, 3 * MAX_INT8_TERMS),
+        (2, 3, MAX_INT8_TERMS + 100),
+    ],
 )
 def test_long_sums_do_not_overflow_and_a_bias_counts_once(shape):
     x, bias = torch.ones(shape), torch.full((3,), 1e4)
     x[..., 0, 0] = 0  # all codes but one at the end of their range
-    a = QuantizedTensor.of(x, 8, "per_tensor")
+    a = QuantizedTensor.quantize(x, 8, "per_tensor")
     exact = values64(a) @ values64(a).mT
     assert distance(matmul(a, a.t()), exact) < NEAR
     assert distance(matmul(a, a.t(), bias), exact + bias) < NEAR
@@ -166,7 +174,7 @@ def test_sums_over_very_many_rows_do_not_overflow():
 
 
 def test_steps_that_differ_along_the_sum_are_refused():
-    a = QuantizedTensor.of(torch.randn(4, 6), 4, "per_row")
+    a = QuantizedTensor.quantize(torch.randn(4, 6), 4, "per_row")
     refused(r"steps differ along the sum: \(1, 4\)", matmul, a.t(), a)
 
 
@@ -182,10 +190,12 @@ def test_codes_are_those_of_the_simulation(granularity, layout, noise):
     for bits in range(1, 9):
         levels = torch.tensor(2.0**bits - 1)
         low, width = operators.range_of(x, granularity)
-        there = QuantizedTensor.on(x, low, width, levels, key, key is not None)
+        there = QuantizedTensor.quantize_on(x, low, width, levels, key, key is not None)
         assert there.codes.is_contiguous(memory_format=layout)
         with reference():
-            plain = QuantizedTensor.on(x, low, width, levels, key, key is not None)
+            plain = QuantizedTensor.quantize_on(
+                x, low, width, levels, key, key is not None
+            )
         assert torch.equal(there.codes, plain.codes)
         simulated = operators.round_in_range(
             x, low, width, levels, "per_tensor", key, key is not None
@@ -415,7 +425,7 @@ def test_products_of_the_lstm_run_where_the_summary_says(shared, left):
 def test_an_lstm_without_an_integer_form_stays_simulated(
     granularity, longest, why, monkeypatch
 ):
-    monkeypatch.setattr("cpt_extras.int8.lstm.LONGEST", longest)
+    monkeypatch.setattr("cpt_extras.int8.lstm.MAX_INT8_TERMS", longest)
     config = cpt.QuantConfig(execution="integer")
     config = replace(
         config, quantizers=config.quantizers | {"lstm_hidden": Quantizer(granularity)}

@@ -21,7 +21,7 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.fallback_reasons import FallbackReason
-from cpt_extras.int8.execution import multiplies_integers
+from cpt_extras.int8.execution import runs_int8
 
 STEPS = 6
 
@@ -82,7 +82,7 @@ def test_where_integers_are_slow_it_is_said_once(slow):
         assert "execution=integer, " in repr(again)
     x = torch.ones(1)
     assert not any(
-        multiplies_integers(p, x) for p in layer_precisions(model).values()
+        runs_int8(p, x) for p in layer_precisions(model).values()
     )  # no bits, no integers
 
 
@@ -103,7 +103,7 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
     model, simulated = converted("auto"), converted("simulated")
     with cpt.precision(model, 4):
         assert "execution=auto (simulated on this device), " in repr(model)
-        assert not multiplies_integers(model[0].precision, pictures())
+        assert not runs_int8(model[0].precision, pictures())
     with warnings.catch_warnings(action="error"):
         assert identical(trained(model), trained(simulated))
     rows = [row for row in cpt.summary(model).rows if row.quantized]
@@ -117,7 +117,7 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
     monkeypatch.setattr("cpt_extras.int8.execution.has_fast_int8", lambda device: True)
     with cpt.precision(model, 4):
         assert "execution=auto, " in repr(model)
-        assert multiplies_integers(model[0].precision, pictures())
+        assert runs_int8(model[0].precision, pictures())
 
 
 # --- training and evaluation ------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def test_what_summary_says_on_codes_runs_on_codes(
 
 
 def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):
-    monkeypatch.setattr(graph_integer, "LARGEST_DEGREE", 6)
+    monkeypatch.setattr(graph_integer, "MAX_DEGREE", 6)
     model, g, x = cpt.quantize_(GraphConv(6, 9), SHARED), graph(), features()
     most = int(g.in_degrees.max())
     with (
@@ -252,10 +252,10 @@ def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):
 def test_codes_of_constant_features_are_made_once_per_bit_width(
     monkeypatch, kind, width, config
 ):
-    encode, made, outcomes = graph_integer.encoded, [], []
+    encode, made, outcomes = graph_integer.encode_operand, [], []
     monkeypatch.setattr(
         graph_integer,
-        "encoded",
+        "encode_operand",
         lambda p, role, x: made.append((role, x.shape[1])) or encode(p, role, x),
     )
     for constant in (False, True):

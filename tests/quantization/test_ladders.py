@@ -12,8 +12,8 @@ from cpt_core.schedules.schedule import RoleLevels, StaticSchedule
 from cpt_extras.formats.format_rounding import rotate
 from cpt_extras.formats.ladder import AFFINE, LADDERS
 from cpt_extras.formats.quantizer import FormatQuantizer
-from cpt_extras.int8.execution import multiplies_integers
-from cpt_extras.integrations._common import TrainerPrecision
+from cpt_extras.int8.execution import runs_int8
+from cpt_extras.integrations.trainer_precision import TrainerPrecision
 from cpt_extras.kernels.lstm_layer import rounded_input
 from cpt_extras.kernels.operators import fake_quantize
 from cpt_extras.operations.recurrences import LSTMDirection
@@ -383,7 +383,7 @@ def test_products_on_codes_are_those_of_the_affine_levels_alone():
     )
     for level, on_codes in ((8, True), (4, False)):
         model.precision.set_bits(level, 8)
-        assert multiplies_integers(model.precision, x) is on_codes
+        assert runs_int8(model.precision, x) is on_codes
 
 
 @pytest.mark.parametrize(

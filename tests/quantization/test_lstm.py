@@ -24,7 +24,7 @@ from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels import lstm_layer
-from cpt_extras.kernels.lstm import Forward, recurrence
+from cpt_extras.kernels.lstm import ForwardArgs, recurrence
 from cpt_extras.operations.recurrences import lstm_handler, run_by_steps
 
 FORMS = {"by steps": lstm.lstm, "fused": lstm_handler(lstm_layer.run_fused)}
@@ -286,9 +286,9 @@ def test_the_written_gradient_is_exact():
     inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     for reverse in (False, True):
         assert torch.autograd.gradcheck(
-            lambda *a, r=reverse: recurrence(Forward(*a, 3, sizes, r, *unquantized))[
-                :3
-            ],
+            lambda *a, r=reverse: recurrence(
+                ForwardArgs(*a, 3, sizes, r, *unquantized)
+            )[:3],
             inputs,
         )
 

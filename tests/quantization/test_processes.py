@@ -15,8 +15,8 @@ from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantiz
 from cpt_core.quantization.precision import EXECUTION_MODES
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
+from cpt_extras.integrations.data_parallel import KEY_BITS, key_offset
 from cpt_extras.integrations.distributed import synced_ranges
-from cpt_extras.integrations.processes import KEY_BITS, key_offset
 
 pytestmark = pytest.mark.slow
 

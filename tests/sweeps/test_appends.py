@@ -204,7 +204,7 @@ def test_a_short_write_goes_on_and_is_no_full_disk(tmp_path):
             )
 
 
-@pytest.mark.parametrize("number", sorted(files.UNSUPPORTED))
+@pytest.mark.parametrize("number", sorted(files.FSYNC_UNSUPPORTED))
 def test_a_file_system_without_fsync_keeps_rows_and_is_warned_of_once(
     number, tmp_path, monkeypatch
 ):

@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from PIL import Image
 
 from book.notebooks import clean
-from cpt_extras.figures import data_of
+from cpt_extras.figures import describe_data
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.run_table import committed
 from cpt_lab.analysis.style import name_points, subplots
@@ -164,18 +164,21 @@ def drawn(*given, **options):
     """What is said of the data of a figure with one line."""
     with subplots() as (figure, ((ax,),)):
         ax.plot(*given, **options)
-    return data_of(figure)
+    return describe_data(figure)
 
 
 @pytest.mark.slow
 def test_a_changed_value_of_committed_rows_changes_what_is_said_of_a_figure():
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    said = data_of(quality_cost.figure_3(runs))
+    said = describe_data(quality_cost.figure_3(runs))
     one = runs.index[len(runs) // 2]
     changed = runs.copy()
     changed.loc[one, "accuracy"] += 0.002
-    assert data_of(quality_cost.figure_3(runs.sample(frac=1, random_state=0))) == said
-    assert data_of(quality_cost.figure_3(changed)) != said
+    assert (
+        describe_data(quality_cost.figure_3(runs.sample(frac=1, random_state=0)))
+        == said
+    )
+    assert describe_data(quality_cost.figure_3(changed)) != said
 
 
 def test_values_that_change_places_change_what_is_said():
@@ -202,7 +205,7 @@ def test_what_is_said_of_all_kinds_of_parts():
         errors.scatter([4], [11])
         errors.axvspan(0, 7)
         picture.imshow([[0, 1], [2, 5]])
-    first, second, third = data_of(figure)
+    first, second, third = describe_data(figure)
     assert first.startswith(
         "1: 3 parts, 12 points; x 0.5..2.5, mean 1.4; y 0..9, mean "
     )
@@ -211,18 +214,18 @@ def test_what_is_said_of_all_kinds_of_parts():
     assert third == "3: picture 0..5, mean 2"
     with subplots() as (empty, _):
         pass
-    assert data_of(empty) == []
+    assert describe_data(empty) == []
 
 
 def test_names_of_points_are_no_data():
     with subplots() as (figure, ((ax,),)):
         ax.plot([1, 1.001, 1.002], [1, 1.001, 1], "o")
-        said = data_of(figure)
+        said = describe_data(figure)
         name_points(
             ax, ["one", "two", "three"], [1, 1.001, 1.002], [1, 1.001, 1], ["black"] * 3
         )
         assert len(ax.lines) > 1  # which join the names to the points
-    assert data_of(figure) == said
+    assert describe_data(figure) == said
 
 
 def test_there_are_formulas_and_the_glossary_is_a_page_with_the_anchors_of_its_links():

@@ -104,7 +104,7 @@ def recorders(monkeypatch):
         convolution.Grid, "of", on_device
     )  # as on a GPU: on a CPU the host reads these numbers
     monkeypatch.setattr(
-        convolution, "has_library", lambda device: False
+        convolution, "has_onednn_convolution", lambda device: False
     )  # nor are there weights that a library packs
     return made
 

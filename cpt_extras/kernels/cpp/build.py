@@ -30,7 +30,7 @@ SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(
 )
 # No contraction: a fused multiply-add rounds once where torch's operations round twice. The others let loops with
 # rounding and comparisons be vectorised and change no result.
-FLAGS = (
+COMPILER_FLAGS = (
     "-O3",
     "-fPIC",
     "-shared",
@@ -40,7 +40,7 @@ FLAGS = (
     "-fno-trapping-math",
 )
 NO_COMPILER = "there is no C++ compiler"
-WIDE = {
+INSTRUCTION_FLAGS = {
     "AVX2": ("-mavx2",),
     "AVX512": (
         "-mavx512f",
@@ -90,9 +90,9 @@ def load() -> str:
     return f"{capability()}, {load_from(kernels_dir())}"
 
 
-def flags_here() -> tuple[str, ...]:
+def compiler_flags() -> tuple[str, ...]:
     """Return the flags of the compiler for the processor that torch sees."""
-    return (*FLAGS, *WIDE.get(capability(), ()))
+    return (*COMPILER_FLAGS, *INSTRUCTION_FLAGS.get(capability(), ()))
 
 
 def library_name() -> str:
@@ -100,7 +100,7 @@ def library_name() -> str:
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
     facts = (
         *sources,
-        *flags_here(),
+        *compiler_flags(),
         torch.__version__,
         sys.platform,
         platform.machine(),
@@ -111,7 +111,7 @@ def library_name() -> str:
 def load_from(folder: Path) -> Path:
     """Load the kernels from a folder, after building them there if need be; return the file."""
     library = safe_place(folder)
-    if is_there(library):
+    if file_exists(library):
         try:
             _verify(library)
             _load(library)
@@ -122,7 +122,7 @@ def load_from(folder: Path) -> Path:
     if compiler() is None:
         raise UnusableError(NO_COMPILER)
     try:
-        before = library.stat().st_mtime_ns if is_there(library) else None
+        before = library.stat().st_mtime_ns if file_exists(library) else None
         make_private(library.parent)
         with FileLock(library.with_name(f"{library.name}.lock")):
             if (
@@ -147,7 +147,7 @@ def safe_place(folder: Path) -> Path:
     if str(folder).startswith("~"):
         raise UnusableError(f"this user has no home folder for {folder}")
     library = folder.resolve() / library_name()
-    if exposed := open_to_others(library):
+    if exposed := exposure_reason(library):
         raise UnusableError(exposed)
     return library
 
@@ -160,7 +160,7 @@ def make_private(folder: Path) -> None:
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def is_there(path: Path) -> bool:
+def file_exists(path: Path) -> bool:
     """Return whether a file exists where this user may look."""
     try:
         return path.exists()
@@ -173,7 +173,7 @@ def capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def open_to_others(library: Path) -> str:
+def exposure_reason(library: Path) -> str:
     """Say why somebody else could have written a file, or could write it: a path without symbolic links; "" if not."""
     for path in (library, *library.parents[:-1]):
         try:
@@ -184,14 +184,16 @@ def open_to_others(library: Path) -> str:
             return f"{path} belongs to another user (number {found.st_uid})"
         sticky = path not in (library, library.parent) and found.st_mode & stat.S_ISVTX
         others = (
-            stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+            stat.S_IWOTH
+            if _is_private_group(found.st_gid)
+            else stat.S_IWGRP | stat.S_IWOTH
         )
         if found.st_mode & others and not sticky:
             return f"{path} can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
 
 
-def _is_own_group(number: int) -> bool:
+def _is_private_group(number: int) -> bool:
     """Whether a group is the user's alone, as most systems make one for everybody: of that name, with nobody else."""
     import grp  # these two are not on Windows
     import pwd
@@ -230,5 +232,7 @@ def build(library: Path) -> None:
     """Compile the kernels into a file, in one go."""
     from cpt_extras.kernels.cpp.compilation import compile_library
 
-    if reason := compile_library(str(compiler()), flags_here(), SOURCES[0], library):
+    if reason := compile_library(
+        str(compiler()), compiler_flags(), SOURCES[0], library
+    ):
         raise NoKernelsError(reason)

@@ -60,7 +60,7 @@ def load(reason: str) -> str:
         "%s; kernels are built for this process alone: name a safe folder with CPT_KERNELS_DIR",
         reason,
     )
-    return _alone(reason)
+    return _load_temporary(reason)
 
 
 def _check_no_link(folder: Path) -> None:
@@ -69,7 +69,7 @@ def _check_no_link(folder: Path) -> None:
         raise UnusableError(f"{folder} is a link")
 
 
-def _alone(reason: str) -> str:
+def _load_temporary(reason: str) -> str:
     """Build and load a library that nobody else sees, and return what it is."""
     try:
         with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
@@ -83,7 +83,7 @@ def _alone(reason: str) -> str:
     return f"{build.capability()}, built for this process alone: {reason}"
 
 
-class Place(NamedTuple):
+class KernelLocation(NamedTuple):
     """Where compiled kernels are kept."""
 
     folder: Path | None  # None where no folder can hold them
@@ -92,7 +92,7 @@ class Place(NamedTuple):
     compiler: str | None
 
 
-def find_place() -> Place:
+def find_kernel_location() -> KernelLocation:
     """Return where the kernels are kept: in a folder that has them, or can be written to. Nothing is built."""
     reasons: list[str] = []
     for number, folder in enumerate(kernels_dirs()):
@@ -100,7 +100,7 @@ def find_place() -> Place:
             if number:
                 _check_no_link(folder)
             library = build.safe_place(folder)
-            built = build.is_there(library)
+            built = build.file_exists(library)
             if not built:
                 build.make_private(library.parent)
                 tempfile.TemporaryFile(dir=library.parent).close()
@@ -109,5 +109,7 @@ def find_place() -> Place:
         except OSError:
             reasons.append(f"{folder} cannot be written to")
         else:
-            return Place(library.parent, "".join(reasons[:1]), built, build.compiler())
-    return Place(None, reasons[0], False, build.compiler())
+            return KernelLocation(
+                library.parent, "".join(reasons[:1]), built, build.compiler()
+            )
+    return KernelLocation(None, reasons[0], False, build.compiler())

@@ -28,13 +28,13 @@ from cpt_extras.kernels import grids, integer_reference
 from cpt_extras.kernels.triton.tiles import (
     KEPT_DIMS,
     Plan,
-    plan_of,
-    power_of_2,
+    next_power_of_2,
+    plan_tiles,
     range_shape,
 )
 
-OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
-ALL = tl.constexpr(tl.PropagateNan.ALL)
+COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 MIN_SCALE, DECAY = (
     tl.constexpr(rounding.MIN_SCALE),
     tl.constexpr(rounding.RUNNING_DECAY),
@@ -44,8 +44,8 @@ MIN_SCALE, DECAY = (
 @triton.jit
 def _wider(low, high, other_low, other_high):
     """Join two ranges; NaN stays NaN."""
-    return tl.minimum(low, other_low, propagate_nan=ALL), tl.maximum(
-        high, other_high, propagate_nan=ALL
+    return tl.minimum(low, other_low, propagate_nan=PROPAGATE_NAN), tl.maximum(
+        high, other_high, propagate_nan=PROPAGATE_NAN
     )
 
 
@@ -129,19 +129,27 @@ def _on_grid(
     """Round values to the grid, in the order of the plain path; or return their codes."""
     n = tl.load(levels)
     if ZERO:  # as ``rounding.round_with_zero_point``
-        high = tl.maximum(low + width, 0.0, propagate_nan=ALL)
-        bottom = tl.minimum(low, 0.0, propagate_nan=ALL)
-        scale = tl.maximum(tl.div_rn(high - bottom, n), MIN_SCALE, propagate_nan=ALL)
-        zero = tl.minimum(_rint(tl.div_rn(-bottom, scale)), n, propagate_nan=ALL)
-        low, least, most = bottom * 0.0, -zero, n - zero
+        high = tl.maximum(low + width, 0.0, propagate_nan=PROPAGATE_NAN)
+        bottom = tl.minimum(low, 0.0, propagate_nan=PROPAGATE_NAN)
+        scale = tl.maximum(
+            tl.div_rn(high - bottom, n), MIN_SCALE, propagate_nan=PROPAGATE_NAN
+        )
+        zero = tl.minimum(
+            _rint(tl.div_rn(-bottom, scale)), n, propagate_nan=PROPAGATE_NAN
+        )
+        low, lows, highs = bottom * 0.0, -zero, n - zero
     else:
-        scale = tl.maximum(tl.div_rn(width, n), MIN_SCALE, propagate_nan=ALL)
-        least, most = 0.0, n
+        scale = tl.maximum(tl.div_rn(width, n), MIN_SCALE, propagate_nan=PROPAGATE_NAN)
+        lows, highs = 0.0, n
     v = tl.div_rn(v - low, scale)
     if NOISE:
         v = v + _uniform(key, index, WIDE)
     if CLIP:
-        v = tl.minimum(tl.maximum(v, least, propagate_nan=ALL), most, propagate_nan=ALL)
+        v = tl.minimum(
+            tl.maximum(v, lows, propagate_nan=PROPAGATE_NAN),
+            highs,
+            propagate_nan=PROPAGATE_NAN,
+        )
     k = _rint(v)
     if CODES:
         return (tl.where(k > 0.0, k, 0.0) - (n + 1.0) * 0.5).to(
@@ -152,12 +160,12 @@ def _on_grid(
 
 
 @triton.jit
-def _joined(least, most, row, rows, splits, SPLITS: tl.constexpr):
+def _join_parts(lows, highs, row, rows, splits, SPLITS: tl.constexpr):
     """Join the extremes of the parts of rows: minimum and width, (R, 1)."""
     split = tl.arange(0, SPLITS)[None, :]
     inside = (row < rows) & (split < splits)
-    low = tl.load(least + row * splits + split, mask=inside, other=float("inf"))
-    high = tl.load(most + row * splits + split, mask=inside, other=float("-inf"))
+    low = tl.load(lows + row * splits + split, mask=inside, other=float("inf"))
+    high = tl.load(highs + row * splits + split, mask=inside, other=float("-inf"))
     low, high = tl.reduce((low, high), 1, _wider, keep_dims=True)
     return low, high - low
 
@@ -165,8 +173,8 @@ def _joined(least, most, row, rows, splits, SPLITS: tl.constexpr):
 @triton.jit
 def _extremes(
     x,
-    least,
-    most,
+    lows,
+    highs,
     rows,
     columns,
     splits,
@@ -202,15 +210,15 @@ def _extremes(
         at = row * splits + split
     else:
         at, high = _offset(row, row_sizes, row_range), high - low
-    tl.store(least + at, low, mask=row < rows)
-    tl.store(most + at, high, mask=row < rows)
+    tl.store(lows + at, low, mask=row < rows)
+    tl.store(highs + at, high, mask=row < rows)
 
 
 @triton.jit
-def _join(least, most, low, width, splits, row_sizes, row_range, SPLITS: tl.constexpr):
+def _join(lows, highs, low, width, splits, row_sizes, row_range, SPLITS: tl.constexpr):
     """Join the parts of one row, for a range that no rounding follows."""
     row = tl.program_id(0) + tl.arange(0, 1)[:, None]
-    value, wide = _joined(least, most, row, row + 1, splits, SPLITS)
+    value, wide = _join_parts(lows, highs, row, row + 1, splits, SPLITS)
     at = _offset(row, row_sizes, row_range)
     tl.store(low + at, value)
     tl.store(width + at, wide)
@@ -222,8 +230,8 @@ def _round(
     y,
     low,
     width,
-    least,
-    most,
+    lows,
+    highs,
     levels,
     key,
     rows,
@@ -240,7 +248,7 @@ def _round(
     column_y,
     column_logical,
     SPLITS: tl.constexpr,
-    ONE: tl.constexpr,
+    ONE_RANGE: tl.constexpr,
     NOISE: tl.constexpr,
     CLIP: tl.constexpr,
     CODES: tl.constexpr,
@@ -253,14 +261,14 @@ def _round(
     """Round a part of R rows; with SPLITS > 1 join the parts of their range first, and store it."""
     this = tl.program_id(0) % parts
     row, column = _indices(tl.program_id(0) // parts, this, LOOPS, R, C, WIDE)
-    if ONE:  # range of the whole tensor, whatever the rows
+    if ONE_RANGE:  # range of the whole tensor, whatever the rows
         line = tl.arange(0, 1)[:, None]
         at, lines, first = line, 1, tl.program_id(0) == 0
     else:
         line = row
         at, lines, first = _offset(row, row_sizes, row_range), rows, this == 0
     if SPLITS > 1:
-        minimum, wide = _joined(least, most, line, lines, splits, SPLITS)
+        minimum, wide = _join_parts(lows, highs, line, lines, splits, SPLITS)
         if first:
             tl.store(low + at, minimum, mask=line < lines)
             tl.store(width + at, wide, mask=line < lines)
@@ -359,13 +367,13 @@ def _affine(
         tl.load(row_values + rows + m, mask=row, other=0),
     )
     rest_a = tl.load(row_values + 2 * rows + m, mask=row, other=0)
-    here, inside = m // (rows // (total // columns)) * columns + n, row & column
-    zero_b = tl.load(column_codes + here, mask=inside, other=0)
-    sums_b = tl.load(column_codes + total + here, mask=inside, other=0)
-    scale_b = tl.load(column_values + here, mask=inside, other=0)
-    rest_b = tl.load(column_values + total + here, mask=inside, other=0)
-    total_b = tl.load(column_values + 2 * total + here, mask=inside, other=0)
-    bias = tl.load(column_values + 3 * total + here, mask=inside, other=0)
+    table_offset, inside = m // (rows // (total // columns)) * columns + n, row & column
+    zero_b = tl.load(column_codes + table_offset, mask=inside, other=0)
+    sums_b = tl.load(column_codes + total + table_offset, mask=inside, other=0)
+    scale_b = tl.load(column_values + table_offset, mask=inside, other=0)
+    rest_b = tl.load(column_values + total + table_offset, mask=inside, other=0)
+    total_b = tl.load(column_values + 2 * total + table_offset, mask=inside, other=0)
+    bias = tl.load(column_values + 3 * total + table_offset, mask=inside, other=0)
     at = product + m.to(tl.int64) * columns + n
     k = tl.load(at, mask=inside, other=0)
     t = (k - zero_b * sums - zero_a * sums_b).to(tl.float32)
@@ -386,16 +394,16 @@ def _track(running, low, width):
 
 def range_of(x: Tensor, granularity: str) -> rounding.Range:
     """Return the ranges of a tensor that is not empty, as ``rounding.range_of``."""
-    granularity = grids.parts_of(granularity)[0]
+    granularity = grids.parse_grid(granularity)[0]
     if granularity not in KEPT_DIMS:
         return rounding.range_of(x, granularity)
     x = x.float()
     strides, low, width = _new_range(x, granularity)
-    plan = plan_of(x.shape, x.stride(), x.stride(), strides, False)
-    least, most, splits = _find_extremes(x, plan, low, width)
+    plan = plan_tiles(x.shape, x.stride(), x.stride(), strides, False)
+    lows, highs, splits = _find_extremes(x, plan, low, width)
     if splits > 1:
         t = plan.extremes
-        args = (least, most, low, width, t.parts, t.rows.sizes, t.rows.range)
+        args = (lows, highs, low, width, t.parts, t.rows.sizes, t.rows.range)
         _launch(_join, t.rows.length, x, *args, SPLITS=splits)
     return low, width
 
@@ -411,7 +419,7 @@ def round_to_grid(
     """Round ``x`` to the grid of a given range, as ``rounding.round_to_grid``."""
     if x.dtype != torch.float32:
         return round_to_grid(x.float(), low, width, levels, key, clip).to(x.dtype)
-    return _on_given_grid(x, torch.empty_like(x), low, width, levels, key, clip)
+    return _round_in_range(x, torch.empty_like(x), low, width, levels, key, clip)
 
 
 def encode(
@@ -424,7 +432,7 @@ def encode(
     channels_last: bool = False,
 ) -> Tensor:
     """Return the codes of ``round_to_grid``, as ``integer_reference.encode``."""
-    return _on_given_grid(
+    return _round_in_range(
         x.float(),
         integer_reference.empty_codes(x, channels_last),
         low,
@@ -435,7 +443,7 @@ def encode(
     )
 
 
-def _on_given_grid(
+def _round_in_range(
     x: Tensor,
     y: Tensor,
     low: Tensor,
@@ -448,7 +456,7 @@ def _on_given_grid(
     low, width = low.broadcast_to(x.shape), width.broadcast_to(x.shape)
     if low.stride() != width.stride():
         low, width = low.contiguous(), width.contiguous()
-    plan = plan_of(x.shape, x.stride(), y.stride(), low.stride(), key is not None)
+    plan = plan_tiles(x.shape, x.stride(), y.stride(), low.stride(), key is not None)
     _round_to(y, x, plan, (low, width, low, width), 1, levels, key, clip)
     return y
 
@@ -457,7 +465,7 @@ def fake_quantize(
     x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range, as ``grids.fake_quantize``."""
-    kept, format = grids.parts_of(granularity)
+    kept, format = grids.parse_grid(granularity)
     if format is not None or kept not in KEPT_DIMS:
         return grids.fake_quantize(x, levels, granularity, key)
     if x.dtype != torch.float32:
@@ -467,7 +475,7 @@ def fake_quantize(
     zero = rounding.has_zero_point(granularity)
     strides, low, width = _new_range(x, kept)
     y = torch.empty_like(x)
-    plan = plan_of(x.shape, x.stride(), y.stride(), strides, noisy)
+    plan = plan_tiles(x.shape, x.stride(), y.stride(), strides, noisy)
     if (t := plan.whole) is not None:
         args = (
             x,
@@ -498,9 +506,9 @@ def fake_quantize(
             warps=t.warps,
         )
     else:
-        least, most, splits = _find_extremes(x, plan, low, width)
+        lows, highs, splits = _find_extremes(x, plan, low, width)
         _round_to(
-            y, x, plan, (low, width, least, most), splits, levels, key, clip, zero
+            y, x, plan, (low, width, lows, highs), splits, levels, key, clip, zero
         )
     return y, low, width
 
@@ -514,7 +522,7 @@ def affine(
 ) -> None:
     """Turn sums of products of codes into those of values, in place, as ``integer_reference.affine``."""
     rows, columns = product.shape
-    C = min(power_of_2(columns), 256)
+    C = min(next_power_of_2(columns), 256)
     R = max(1, 1024 // C)
     blocks = triton.cdiv(columns, C)
     tables = (row_codes, row_values, column_codes, column_values)
@@ -570,7 +578,7 @@ def _find_extremes(
 ) -> tuple[Tensor, Tensor, int]:
     """Launch ``_extremes``; return where it left them and the block that holds the parts, 1 if that is the range."""
     t = plan.extremes
-    splits, rows, columns = power_of_2(t.parts), t.rows, t.columns
+    splits, rows, columns = next_power_of_2(t.parts), t.rows, t.columns
     if splits > 1:
         low, width = (x.new_empty(rows.length * t.parts) for _ in range(2))
     args = (x, low, width, rows.length, columns.length, t.parts)
@@ -597,7 +605,7 @@ def _round_to(
     clip: bool,
     zero: bool = False,
 ) -> None:
-    """Launch ``_round`` with (low, width, least, most)."""
+    """Launch ``_round`` with (low, width, lows, highs)."""
     t, noisy = plan.rounding, key is not None
     counts = (t.rows.length, t.columns.length, t.parts, plan.extremes.parts)
     args = (
@@ -612,7 +620,7 @@ def _round_to(
     )
     constants = {
         "SPLITS": splits,
-        "ONE": not any(t.rows.range),
+        "ONE_RANGE": not any(t.rows.range),
         "NOISE": noisy,
         "CLIP": clip,
         "LOOPS": t.loops,
@@ -637,4 +645,4 @@ def _launch(
     """Launch a kernel on the device of ``x``, unless that is empty."""
     if x.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            kernel[(programs,)](*args, **constants, num_warps=warps, **OPTIONS)
+            kernel[(programs,)](*args, **constants, num_warps=warps, **COMPILE_OPTIONS)

@@ -24,11 +24,11 @@ from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.convolution import Geometry
 from cpt_extras.int8.execution import describe_execution as describe_execution
-from cpt_extras.int8.execution import multiplies_integers
 from cpt_extras.int8.execution import note_active_bits as note_active_bits
+from cpt_extras.int8.execution import runs_int8
 from cpt_extras.int8.fallback import ONE_RANGE_GRIDS, grid_without_zero_point
 from cpt_extras.int8.fallback import describe_int8 as describe_int8
-from cpt_extras.int8.layers import conv2d_on_codes, linear_on_codes, product_on_codes
+from cpt_extras.int8.layers import conv2d_int8, linear_int8, matmul_int8
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
 Roles = tuple[str, str]
@@ -58,9 +58,9 @@ def linear(
 ) -> Tensor | None:
     """Compute ``F.linear`` of a linear layer on 8-bit integers."""
     weight_role = _own_weight_role(precision, roles, "linear")
-    if not weight_role or not multiplies_integers(precision, operands[0]):
+    if not weight_role or not runs_int8(precision, operands[0]):
         return None
-    return linear_on_codes(precision, *operands, weight_role=weight_role)
+    return linear_int8(precision, *operands, weight_role=weight_role)
 
 
 def conv2d(
@@ -73,7 +73,7 @@ def conv2d(
     """Compute ``F.conv2d`` of a convolution on 8-bit integers; ``options``: its arguments behind the bias."""
     x, weight, _ = operands
     weight_role = _own_weight_role(precision, roles, "conv")
-    if not weight_role or not multiplies_integers(precision, x):
+    if not weight_role or not runs_int8(precision, x):
         return None
     rest, more = options
     geometry = convolution_geometry(*rest, **more)
@@ -82,7 +82,7 @@ def conv2d(
     )
     if geometry is None or not _has_windows(x, weight, geometry) or not has_one_range:
         return None
-    return conv2d_on_codes(precision, *operands, *geometry, weight_role=weight_role)
+    return conv2d_int8(precision, *operands, *geometry, weight_role=weight_role)
 
 
 def convolution_geometry(
@@ -122,14 +122,14 @@ def matmul(
     if (
         not is_plain
         or not first.dim() > 1 < second.dim()
-        or not multiplies_integers(precision, first)
+        or not runs_int8(precision, first)
     ):
         return None
     if (
         first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]
     ):  # as those of outer products
         return None
-    return product_on_codes(
+    return matmul_int8(
         precision,
         _own_roles(precision, roles),
         precision.layer_role("attention_grad"),

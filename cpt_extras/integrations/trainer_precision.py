@@ -48,12 +48,14 @@ class TrainerPrecision(PrecisionScheduler):
                 "optimizer steps; the two must be equal"
             )
         self.model = model
-        self._relative_cost = {p: self._so_far(p) for p in self.schedules}
+        self._relative_cost = {
+            p: self._running_relative_cost(p) for p in self.schedules
+        }
 
     def start_recording(self, every: int | None, step: int) -> None:
         """Record one step of so many from a step on, None for none; ``stop_recording`` ends it."""
         self.stop_recording()
-        self._told = -1
+        self._last_logged_step = -1
         if every is not None:
             self.recording = Recording(self.model, every, step).__enter__()
 
@@ -65,9 +67,9 @@ class TrainerPrecision(PrecisionScheduler):
     def recorded(self) -> dict[str, float]:
         """Return the scalars of the last recorded step, once: of every role the median over layers."""
         steps = self.recording.steps if self.recording is not None else []
-        if self.recording is None or not steps or steps[-1] == self._told:
+        if self.recording is None or not steps or steps[-1] == self._last_logged_step:
             return {}
-        self._told = steps[-1]
+        self._last_logged_step = steps[-1]
         of_roles: dict[str, list[float]] = {}
         for name, value in self.recording.scalars().items():
             _, role, statistic = name.rsplit("/", 2)
@@ -86,7 +88,7 @@ class TrainerPrecision(PrecisionScheduler):
         ):  # not another's
             self.eval_bits = "current"
 
-    def _so_far(self, pattern: str) -> NDArray[np.float64]:
+    def _running_relative_cost(self, pattern: str) -> NDArray[np.float64]:
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
         schedule = self.schedules[pattern][0]
         ladders = getattr(self._groups[pattern][0].grids, "ladders", None)
