@@ -56,7 +56,7 @@ EXTENSIONS = {
     "graph": "cpt_extras.kernels.graph_layer",  # graph convolutions with fewer passes over the nodes
     "hosts": "cpt_extras.integrations.conversion_hooks",  # conversion of models of other libraries
     "wrappers": "cpt_extras.integrations.wrapped_names",  # layer names of models inside wrappers such as DDP
-    "processes": "cpt_extras.integrations.data_parallel",  # separate rounding noise per process; check for sharded weights
+    "processes": "cpt_extras.integrations.data_parallel",  # rounding noise per process; check for sharded weights
     "small_gradients": "cpt_extras.diagnostics.small_gradients",  # warning: gradients too small for their grid
     "exact_zeros": "cpt_extras.diagnostics.exact_zeros",  # warning: pruned weights whose grid has no 0
     "empty_ranges": "cpt_extras.diagnostics.empty_ranges",  # warning: evaluation without running ranges
