@@ -1,7 +1,7 @@
-"""The active bits of a quantised layer, and what follows from them: cached, and shared by all layers alike.
+"""Active bits of a quantised layer: the grids that follow from the levels of its roles.
 
-``AffineGrids`` says what a level of a schedule is; number formats put a subclass in its place, see
-``QuantConfig(ladder=...)``.
+``ActiveBits`` holds them, ``active_bits`` computes them once per (levels, roles) for all layers.  ``AffineGrids``
+defines the meaning of a level; number formats replace it by a subclass, see ``QuantConfig(ladder=...)``.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import RoleLevels
 
 ALL_FLOAT32 = RoleLevels(None, None, None, None)
-MAX_GRID_BITS = (
-    23  # float32 has 24 significant bits: from there on a grid changes nothing
-)
-Roles = tuple[tuple[str, Quantizer], ...]  # of a layer, each with its quantiser
+# float32 has 24 significant bits, so a grid of 24 bits or more would change nothing
+MAX_GRID_BITS = 23
+# (role, quantiser) of a layer
+Roles = tuple[tuple[str, Quantizer], ...]
 
 
 class ActiveBits:
-    """What follows from the levels of a layer; never changed. ``active_bits`` makes and caches it.
+    """Grids of a layer at given levels, immutable; ``active_bits`` creates and caches it.
 
-    No dataclass: compiled code would be specialised to all of its fields, and it is to serve every level.
+    It is no dataclass, because compiled code would be specialised to every field and recompiled for every level.
 
     Attributes:
-        levels: of every role, as they were set; None before any was.
-        formats: what every role is rounded to: the bits of a uniform grid, or a number format; None for float32.
-        gradient: whether the output's gradient is quantised, for one of its two uses at least.
-        splits_gradient: whether both uses of the gradient are quantised by themselves.
-        steps: n = 2**q - 1 of the grid of every role; None where nothing reads them.
+        levels: level of every role, as it was set; None before it is.
+        formats: format of every role: bits of a uniform grid, or a number format; None for float32.
+        quantizers: quantiser of every role.
+        is_set: whether levels have been set.
+        activation: whether activations are quantised.
+        weight: whether weights are quantised.
+        gradient: whether the output gradient is quantised, for dgrad or for wgrad.
+        splits_gradient: whether dgrad and wgrad use output gradients quantised to different formats.
+        has_quantized_roles: whether any role is quantised.
+        steps: n = 2**bits - 1 of the grid of every role; None where no grid is used.
     """
 
     def __init__(
@@ -43,41 +48,43 @@ class ActiveBits:
         formats: RoleLevels,
         quantizers: Mapping[str, Quantizer],
     ) -> None:
-        self.levels, self.formats, self.quantizers = levels, formats, quantizers
+        self.levels = levels
+        self.formats = formats
+        self.quantizers = quantizers
         self.is_set = levels is not None
-        self.activation, self.weight, *gradients = (f is not None for f in formats)
-        self.gradient = any(gradients)
+        self.activation = formats.activation is not None
+        self.weight = formats.weight is not None
+        self.gradient = formats.error is not None or formats.weight_gradient is not None
         self.splits_gradient = formats.error != formats.weight_gradient
         self.has_quantized_roles = self.activation or self.weight or self.gradient
-        pairs = zip(levels or ALL_FLOAT32, formats, strict=True)
-        grids = [level if format is None else format for level, format in pairs]
-        self.steps = [
-            num_steps(bits) if isinstance(bits, int) else None for bits in grids
-        ]
+        self.steps: list[float | None] = []
+        for level, format in zip(levels or ALL_FLOAT32, formats, strict=True):
+            bits = level if format is None else format
+            self.steps.append(num_steps(bits) if isinstance(bits, int) else None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore pickled attributes, also those of release 0.3.0."""
+        """Restore pickled attributes, with their names of release 0.3.0 translated."""
         if "active" in state:
             state["has_quantized_roles"] = state.pop("active")
         vars(self).update(state)
 
     def __deepcopy__(self, memo: Any) -> ActiveBits:
-        """Return itself: copies share it."""
+        """Return the object itself, which is immutable."""
         return self
 
 
 class AffineGrids:
-    """The paper's grids: level q is the uniform grid of q bits, 24 and more is float32.
+    """Meaning of levels on the paper's grids: q is the uniform grid of q bits, 24 and more is float32.
 
-    A subclass may change what a level is, which levels a layer can take, and what precedes the rounding of an operand.
+    A subclass may change the meaning of a level, the levels that a layer supports, and how an operand is rounded.
     """
 
     def resolve(self, levels: RoleLevels | None, roles: Roles) -> ActiveBits:
-        """Return what levels mean in a layer with these quantisers."""
+        """Return the active bits of a layer with these quantisers at ``levels``."""
         return active_bits(levels, roles)
 
     def check(self, levels: RoleLevels, layer: str) -> None:
-        """Raise ValueError for levels that a layer cannot take."""
+        """Raise ValueError for levels that a layer does not support."""
 
     def apply(
         self,
@@ -85,24 +92,22 @@ class AffineGrids:
         role: str,
         x: Tensor,
         along: int | None,
-        rounded: Callable[..., Tensor],
+        round_operand: Callable[..., Tensor],
     ) -> Tensor:
-        """Return ``rounded(role, x)``; ``along`` is the dimension over which the operation sums."""
-        return rounded(role, x)
+        """Return ``round_operand(role, x)``; ``along`` is the dimension over which the operation sums."""
+        return round_operand(role, x)
 
     def priced(self, levels: RoleLevels) -> RoleLevels:
-        """Return what every role is priced as: the bits of a grid, 32 for float32, or a number format."""
-        return RoleLevels(
-            *(FULL_PRECISION if level is None else level for level in levels)
-        )
+        """Return the format that each role is priced at: bits of a grid, 32 for float32, or a number format."""
+        formats = [FULL_PRECISION if level is None else level for level in levels]
+        return RoleLevels(*formats)
 
     def describe(self, active: ActiveBits) -> str:
-        """Return the active bits in words."""
+        """Return the active bits as text, such as "bits=4, q_grad=8"."""
         levels = active.levels or ALL_FLOAT32
-        if (
-            levels.activation == levels.weight
-            and levels.error == levels.weight_gradient
-        ):
+        has_one_forward_level = levels.activation == levels.weight
+        has_one_gradient_level = levels.error == levels.weight_gradient
+        if has_one_forward_level and has_one_gradient_level:
             return f"bits={levels.activation or 'float32'}, q_grad={levels.error or 'float32'}"
         return ", ".join(
             f"{role}={bits or 'float32'}" for role, bits in levels._asdict().items()
@@ -118,15 +123,15 @@ AFFINE_GRIDS = AffineGrids()
 
 @lru_cache(maxsize=4096)
 def active_bits(levels: RoleLevels | None, roles: Roles) -> ActiveBits:
-    """Return what levels mean on the paper's grids."""
-    formats = RoleLevels(
-        *(None if q is None or q > MAX_GRID_BITS else q for q in levels or ALL_FLOAT32)
-    )
+    """Return the active bits of ``levels`` on the paper's grids."""
+    grid_bits = [
+        None if bits is None or bits > MAX_GRID_BITS else bits
+        for bits in levels or ALL_FLOAT32
+    ]
+    formats = RoleLevels(*grid_bits)
     quantizers = dict(roles)
     if formats.error != formats.weight_gradient:
-        quantizers |= {
-            weight_gradient_role(role): q
-            for role, q in roles
-            if level_field(role) == "error"
-        }
+        for role, quantizer in roles:
+            if level_field(role) == "error":
+                quantizers[weight_gradient_role(role)] = quantizer
     return ActiveBits(levels, formats, quantizers)

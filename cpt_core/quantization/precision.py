@@ -1,4 +1,10 @@
-"""The precision of one quantised layer: bits in force, running ranges, noise, and what they do to tensors."""
+"""Precision of one quantised layer: its active bits, running ranges and noise, and the rounding of its operands.
+
+``LayerPrecision`` is the module that ``quantize_`` adds to a layer.  A handler of a torch function passes it the
+operands; ``quantize_operand`` rounds one to the grid of its role, and ``matmul_with_quantized_grad`` runs the matmul
+so that the output gradient is rounded before the backward GEMMs.  ``set_levels`` fills 0-d tensors
+in place, which recompiles nothing.  ``in_float32`` runs a computation in float32 under autocast.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +26,8 @@ from cpt_core.validation import check_bits
 
 EXECUTION_MODES = ("simulated", "integer", "auto")
 RUNNING_STARTS = ("corrected", "zero")
-HALF = (
-    torch.float16,
-    torch.bfloat16,
-)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
+# 11 and 8 significant bits: too few to hold the values of an 8-bit grid
+HALF = (torch.float16, torch.bfloat16)
 
 # attribute of a layer in a whole-model pickle of release 0.3.0 -> its name today
 FORMER_ATTRIBUTES = {
@@ -44,17 +48,21 @@ FORMER_ATTRIBUTES = {
 
 
 class LayerPrecision(nn.Module):
-    """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
+    """Bits, running ranges and rounding noise of one quantised layer: all state that conversion adds to a module.
 
     Attributes:
-        now: what is in force: the levels of all roles, and what follows from them.
-        levels: 0-d float32, steps of the affine grid of activations; ``weight_levels``, ``grad_levels`` (of the error
-            product) and ``weight_grad_levels`` are those of the other roles. A change of bits fills them in place and
-            recompiles nothing. No buffers: what averages or broadcasts buffers would change the grid behind the bits.
-        noise_key: of the stochastic rounding, 0-d int64; counts on with every gradient. No buffer either: every process
-            of a group has its own.
+        active_bits: the levels of all roles and the grids that follow from them.
+        num_steps: 0-d float32, steps of the affine grid of activations, 2**bits - 1.
+        weight_num_steps: steps of the grid of weights.
+        grad_num_steps: steps of the grid of output gradients, for the input gradient (dgrad) if the two differ.
+        weight_grad_num_steps: steps of the grid of output gradients for the weight gradient (wgrad).
+        noise_key: key of the stochastic rounding, 0-d int64; increases with every rounded gradient.
         running_ROLE: (3,), running minimum, running width, and the weight both have gathered; see ``stored_range``.
         calibrated: whether the running ranges are known to be filled.
+
+    A change of bits fills the ``num_steps`` tensors in place and recompiles nothing. They are no buffers, because code
+    that averages or broadcasts buffers would change the grid without changing the bits. ``noise_key`` is no buffer
+    either, since every process of a group has its own.
 
     Args:
         quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
@@ -69,33 +77,44 @@ class LayerPrecision(nn.Module):
     """
 
     noise_key: Tensor
-    observer: Callable[..., None] | None = (
-        None  # of the roundings of a recorded step, see ``record``
-    )
-    name = ""  # of the layer in the model that was converted, for messages
-    execution = "simulated"  # see ``QuantConfig``
-    grids: AffineGrids = AFFINE_GRIDS  # what a level is; number formats put theirs here
-    highest: RoleLevels | None = None  # of the schedule that drives the layer
-    owning_scheduler: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
-    is_fixed = False  # inside a ``precision`` block, where schedulers wait
-    recomputes = (
-        False  # in the backward pass, in the state that it had in the forward pass
-    )
-    has_run = False  # whether the layer has multiplied
-    ranges_unchecked = True  # nobody has looked whether running ranges are filled, since the mode last changed
-    has_loaded = False  # weights came from a state_dict after the model was converted
-    issued_warnings: set[str] | None = (
-        None  # shared by the layers of a model; None where nothing is to be said
-    )
-    zeros_unchecked = True  # nobody has looked whether the weight holds exact zeros, since the mode last changed
-    awaits_first_gradient = True  # no gradient of a training has come yet
-    num_bit_changes = 0  # of the bits of all layers: what is cached of many layers is valid as long as it stays
-    has_weights = True  # of a layer of torch; others are listed, and in checkpoints, once they have multiplied
-    int8_operands = int8_gradient = (
-        False  # whether they fit at the active bits, see ``int8.execution``
-    )
+    # callback that receives every tensor before it is rounded, see ``diagnostics.record``
+    observer: Callable[..., None] | None = None
+    # name of the layer in the converted model, for messages
+    name = ""
+    # one of EXECUTION_MODES, see ``QuantConfig``
+    execution = "simulated"
+    # meaning of a level; number formats assign a subclass
+    grids: AffineGrids = AFFINE_GRIDS
+    # levels at ``q_max`` of the layer's schedule
+    highest: RoleLevels | None = None
+    # scheduler that set the active levels; None if they were set in another way
+    owning_scheduler: Any = None
+    # whether the layer is inside a ``precision`` block, where schedulers do not change its bits
+    is_fixed = False
+    # whether a backward pass recomputes the forward pass, in the state of that pass
+    recomputes = False
+    # whether the layer has run a matmul
+    has_run = False
+    # whether running ranges may be empty; checked once after every change of mode
+    ranges_unchecked = True
+    # whether weights were loaded from a state_dict after the conversion
+    has_loaded = False
+    # kinds of warnings already issued, shared by the layers of a model; None turns warnings off
+    issued_warnings: set[str] | None = None
+    # whether the weight may hold exact zeros; checked once after every change of mode
+    zeros_unchecked = True
+    # whether no gradient of a training has arrived yet
+    awaits_first_gradient = True
+    # number of changes of bits in all layers; results cached for many layers are valid while it stays the same
+    num_bit_changes = 0
+    # whether the layer holds weights; layers without are listed, and in checkpoints, once they have run
+    has_weights = True
+    # whether operands and gradient fit into int8 at the active bits, see ``int8.execution``
+    int8_operands = int8_gradient = False
 
-    @torch.inference_mode(False)  # what is made here is written to elsewhere
+    @torch.inference_mode(
+        False
+    )  # the tensors made here are written to outside of inference mode
     def __init__(
         self,
         quantizers: Mapping[str, Quantizer],
@@ -103,13 +122,11 @@ class LayerPrecision(nn.Module):
         running_start: str = "corrected",
         kind: str = "",
     ) -> None:
-        """Start without a precision: using the layer before one is set is an error."""
+        """Create a layer without bits, which must be set before it is used."""
         super().__init__()
-        self.has_bias_correction, self.key, self.kind = (
-            running_start == "corrected",
-            key,
-            kind,
-        )
+        self.has_bias_correction = running_start == "corrected"
+        self.key = key
+        self.kind = kind
         self._roles = tuple(quantizers.items())
         self._running = tuple(
             f"running_{role}" for role, quantizer in self._roles if quantizer.running
@@ -118,19 +135,14 @@ class LayerPrecision(nn.Module):
         self._weight_roles = frozenset(
             role for role in quantizers if level_field(role) == "weight"
         )
-        (
-            self.num_steps,
-            self.weight_num_steps,
-            self.grad_num_steps,
-            self.weight_grad_num_steps,
-        ) = _zeros("cpu")
+        self._make_num_steps("cpu")
         self.active_bits: ActiveBits = self.grids.resolve(None, self._roles)
 
-    # --- what is in force ---------------------------------------------------------------------------------------------
+    # --- active bits ---
 
     @property
     def active_levels(self) -> RoleLevels | None:
-        """The level of every role, None as long as nobody has set any; assign what it was to put that back."""
+        """Levels of all roles; None until they are set. Assigning a former value restores it."""
         return self.active_bits.levels
 
     @active_levels.setter
@@ -139,41 +151,62 @@ class LayerPrecision(nn.Module):
         LayerPrecision.num_bit_changes += 1
         if self.execution != "simulated":
             extensions.load("int8").note_active_bits(self)
-        self._fill()
+        self._fill_num_steps()
 
-    def _fill(self) -> None:
-        tensors = (
+    def _num_steps_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return (
             self.num_steps,
             self.weight_num_steps,
             self.grad_num_steps,
             self.weight_grad_num_steps,
         )
+
+    def _make_num_steps(self, device: torch.device | str) -> None:
+        """Create the tensors of grid steps on a device."""
+        (
+            self.num_steps,
+            self.weight_num_steps,
+            self.grad_num_steps,
+            self.weight_grad_num_steps,
+        ) = [torch.zeros((), dtype=torch.float32, device=device) for _ in range(4)]
+
+    def _fill_num_steps(self) -> None:
+        """Write the steps of the active bits into the tensors of grid steps."""
+        tensors = self._num_steps_tensors()
         for tensor, steps in zip(tensors, self.active_bits.steps, strict=True):
             if steps is not None:
                 fake_quantize.fill_steps(tensor, steps)
 
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
-        """The quantiser of every role, with the format in force."""
+        """Quantiser of every role, with the active number format."""
         return self.active_bits.quantizers
 
     @property
     def bits(self) -> int | None:
-        """Level of activations; None for float32, or when none is set."""
+        """Level of activations; None for float32 and before it is set."""
         return self.active_levels.activation if self.active_levels else None
 
     @property
     def q_grad(self) -> int | None:
-        """Level of gradients; None for float32, or when none is set."""
+        """Level of gradients; None for float32 and before it is set."""
         return self.active_levels.error if self.active_levels else None
 
     def set_bits(self, bits: int | None, q_grad: int | None) -> None:
         """Set forward and gradient levels, each 1..32 or None for float32; see ``set_levels``."""
         self.set_levels(RoleLevels(bits, bits, q_grad, q_grad))
 
-    def set_levels(self, levels: RoleLevels, driver: Any = None) -> None:
-        """Set the level of every role, 1..32 or None for float32; ValueError for what a layer cannot take."""
-        if self.recomputes and driver is not None:
+    def set_levels(self, levels: RoleLevels, scheduler: Any = None) -> None:
+        """Set the level of every role.
+
+        Args:
+            levels: 1..32, or None for float32, per role.
+            scheduler: the scheduler that sets them, which then owns the layer; None for the user.
+
+        Raises:
+            ValueError: for levels that this layer does not support.
+        """
+        if self.recomputes and scheduler is not None:
             return
         self._sync_key_offset()
         if levels != self.active_levels:
@@ -183,14 +216,15 @@ class LayerPrecision(nn.Module):
                 for name, q in zip(names, levels, strict=True)
             ]
             if not self.active_bits.is_set:
-                fake_quantize.load_kernels()  # here, before anything is traced
+                fake_quantize.load_kernels()  # before any code is traced
             self.check_levels(RoleLevels(*checked))
             self.active_levels = RoleLevels(*checked)
-        if driver is not self.owning_scheduler:  # modules are slow to assign to
-            self.owning_scheduler = driver
+        # nn.Module.__setattr__ is slow
+        if scheduler is not self.owning_scheduler:
+            self.owning_scheduler = scheduler
 
     def train(self, mode: bool = True) -> Self:
-        """Change the mode as every module does; the scheduler may have other bits for evaluation."""
+        """Set training or evaluation mode; the owning scheduler may set other bits for evaluation."""
         if self.recomputes:
             return self
         super().train(mode)
@@ -205,7 +239,7 @@ class LayerPrecision(nn.Module):
         return self
 
     def check_levels(self, levels: RoleLevels) -> None:
-        """Raise ValueError for levels that this layer cannot take."""
+        """Raise ValueError for levels that this layer does not support."""
         where = f"layer {self.name!r}" if self.name else "this layer"
         self.grids.check(levels, where)
         active = self.grids.resolve(levels, self._roles)
@@ -213,19 +247,18 @@ class LayerPrecision(nn.Module):
             extensions.load("split_gradients").check(self.kind, active.formats, where)
 
     def num_steps_for(self, role: str) -> Tensor:
-        """Return the number of steps of the affine grid of an operand's role."""
+        """Return the tensor of grid steps of an operand's role."""
         return self.weight_num_steps if role in self._weight_roles else self.num_steps
 
     @property
     def is_listed(self) -> bool:
-        """Whether the layer multiplies, as far as is known."""
+        """True if the layer holds weights or has run a matmul: such layers appear in summaries and checkpoints."""
         return self.has_weights or self.has_run
 
     def require_bits(self) -> None:
-        """Raise RuntimeError as long as nobody has set a precision, and in ``torch.func``; every layer asks first."""
-        if (
-            not self.active_bits.is_set and self.highest is not None
-        ):  # only copies know a schedule and have no bits
+        """Raise RuntimeError if no bits are set, or inside a transform of ``torch.func``."""
+        # only copies know a schedule and have no bits
+        if not self.active_bits.is_set and self.highest is not None:
             raise RuntimeError(
                 "this quantised layer is in a copy of a model whose bits a PrecisionScheduler sets, which does not "
                 'drive copies: run the copy in `with cpt.precision(copy, "q_max"):` (or other bits), or make it a '
@@ -236,26 +269,23 @@ class LayerPrecision(nn.Module):
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
                 "or use `with precision(model, bits=8):`"
             )
-        if (
-            torch.compiler.is_compiling()
-        ):  # asked first: compiled code is not guarded on the others
+        # this condition comes first, so that compiled code has no guard on the others
+        if torch.compiler.is_compiling():
             self.has_run = True
             return
         if not self.has_run:
             self.has_run = True
-        if (
-            torch._C._functorch.peek_interpreter_stack() is not None
-            and self.active_bits.has_quantized_roles
-        ):
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if is_transformed and self.active_bits.has_quantized_roles:
             raise RuntimeError(
                 "torch.func (grad, jvp, vmap) cannot transform quantised layers: take loss.backward() or "
                 "torch.autograd.grad; torch.func.functional_call works"
             )
 
     def layer_role(self, role: str) -> str:
-        """Return the name that a role of ``QUANTIZERS`` has in this layer: its own have no prefix."""
-        own = role.removeprefix(f"{self.kind}_")
-        return own if own in self.active_bits.quantizers else role
+        """Return the name of a role of ``QUANTIZERS`` in this layer, where roles of its kind have no prefix."""
+        short_name = role.removeprefix(f"{self.kind}_")
+        return short_name if short_name in self.active_bits.quantizers else role
 
     def quantized(
         self,
@@ -265,7 +295,15 @@ class LayerPrecision(nn.Module):
         gradient: str,
         along: tuple[int | None, int | None] = (None, None),
     ) -> Tensor:
-        """Return ``compute(*operands)``, rounded, whose gradient is rounded; see ``QuantizedOpsMode.run``."""
+        """Return ``compute`` of rounded operands, with a rounded output gradient.
+
+        Args:
+            compute: ``compute(first, second, bias)``, linear in each operand.
+            operands: first operand, second operand, bias or None.
+            roles: roles of the first and second operand, keys of ``QUANTIZERS``; None for one that is not rounded.
+            gradient: role of the output gradient.
+            along: dimension of the first and second operand over which the operation sums; None for the role's own.
+        """
         first, second, bias = operands
         rounded_bias = None if bias is None else self.round_operand("bias", bias, None)
         if roles[0] is not None:
@@ -279,7 +317,13 @@ class LayerPrecision(nn.Module):
     def quantize_operand(
         self, role: str, x: Tensor, along: int | None = None
     ) -> Tensor:
-        """Return an operand, quantised with the straight-through estimator; ``along``: see ``QuantizedOpsMode.run``."""
+        """Return an operand, quantised with the straight-through estimator.
+
+        Args:
+            role: role of the operand in this layer.
+            x: dense floating-point tensor.
+            along: dimension over which the operation sums; None for the role's own.
+        """
         self.require_bits()
         check_floating(x)
         if self.zeros_unchecked:
@@ -287,7 +331,7 @@ class LayerPrecision(nn.Module):
         return self.round_operand(role, x, along)
 
     def warn_of_exact_zeros(self, role: str | None, x: Tensor) -> None:
-        """Warn once of a weight with exact zeros that its grid does not have."""
+        """Warn once if a weight has exact zeros that its grid cannot represent."""
         if (
             role is not None
             and self.layer_role(role) == "weight"
@@ -298,7 +342,7 @@ class LayerPrecision(nn.Module):
                 extensions.services("exact_zeros").warn_of_exact_zeros(self, x)
 
     def round_operand(self, role: str, x: Tensor, along: int | None) -> Tensor:
-        """Return an operand, rounded; of a layer that has bits."""
+        """Return a rounded operand, without checks that bits are set."""
         if x.dtype in HALF and self.active_bits.has_quantized_roles:
             x = x.float()
         is_quantized = (
@@ -309,18 +353,21 @@ class LayerPrecision(nn.Module):
         if not is_quantized or x.numel() == 0:
             return x
         self.follow(x)
-        return self.grids.apply(self, role, x, along, self._rounded)
+        return self.grids.apply(self, role, x, along, self._round)
 
-    def _rounded(self, role: str, x: Tensor) -> Tensor:
-        quantizer, levels = self.active_bits.quantizers[role], self.num_steps_for(role)
+    def _round(self, role: str, x: Tensor) -> Tensor:
+        quantizer = self.active_bits.quantizers[role]
+        num_steps = self.num_steps_for(role)
         if quantizer.running and not self.training:
             low, width = self.eval_range(role, x)
             return fake_quantize.operators.round_in_range(
-                x, low, width, levels, quantizer.grid, clip=True
+                x, low, width, num_steps, quantizer.grid, clip=True
             )
         if self.is_observed:
             self.observe(role, x)
-        y, low, width = fake_quantize.operators.fake_quantize(x, levels, quantizer.grid)
+        y, low, width = fake_quantize.operators.fake_quantize(
+            x, num_steps, quantizer.grid
+        )
         if quantizer.running:
             self.track(role, low, width)
         return y
@@ -328,13 +375,13 @@ class LayerPrecision(nn.Module):
     def matmul_with_quantized_grad(
         self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad"
     ) -> Tensor:
-        """Return ``multiply(*operands)``, linear in what ``operand`` returned, whose gradient is quantised."""
+        """Return ``multiply(*operands)`` with a quantised output gradient; operands are already quantised."""
         if self.active_bits.splits_gradient and torch.is_grad_enabled():
             return _with_split_gradient(self, role, multiply, *operands)
         return self.gradient(role, multiply(*operands))
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
-        """Return the layer's output; the gradient that comes back through it is quantised."""
+        """Return ``y``; the gradient that flows back through it is quantised."""
         if not self.active_bits.gradient or not y.requires_grad:
             return y
         return self.grids.apply(self, role, y, None, self._with_rounded_gradient)
@@ -345,7 +392,8 @@ class LayerPrecision(nn.Module):
         y = fake_quantize.operators.quantize_gradient(
             y, self.grad_num_steps, quantizer.grid, key
         )
-        if self.is_observed:  # when the gradient comes, and is not yet rounded
+        # the hook runs when the gradient arrives, before it is rounded
+        if self.is_observed:
             y.register_hook(partial(self.observe, role))
         if (
             not torch.compiler.is_compiling()
@@ -353,17 +401,18 @@ class LayerPrecision(nn.Module):
             and self.training
             and not self.is_fixed
         ):
-            y.register_hook(self._check_first)
+            y.register_hook(self._check_first_gradient)
         return y
 
-    def _check_first(self, gradient: Tensor) -> None:
-        """Tensor hook of the first gradient of a training."""
+    def _check_first_gradient(self, gradient: Tensor) -> None:
+        """Warn if the first gradient of a training is too small for its grid (tensor hook)."""
         self.awaits_first_gradient = False
         extensions.services("small_gradients").warn_of_small_gradient(self, gradient)
 
     @property
     def is_observed(self) -> bool:
-        """Whether someone looks at what is rounded now; in this order: compiled code is not guarded on it."""
+        """True if ``observer`` receives the tensors that are rounded."""
+        # this order keeps guards on the observer out of compiled code
         return (
             not torch.compiler.is_compiling()
             and self.observer is not None
@@ -371,46 +420,54 @@ class LayerPrecision(nn.Module):
         )
 
     def observe(self, role: str, x: Tensor, rows: Sequence[int] = ()) -> None:
-        """Show a tensor that is about to be rounded, if ``observed``; ``rows``: of parts with ranges of their own."""
+        """Pass a tensor that is about to be rounded to the observer.
+
+        Args:
+            role: role of the tensor in this layer.
+            x: the tensor.
+            rows: numbers of rows of its parts, if these have separate ranges.
+        """
         if self.observer is not None:
             self.observer(role, x, rows)
 
     def next_noise_key(self, count: int = 1) -> Tensor:
-        """Return the key of the noise of the next ``count`` gradients, see ``advances_key_in_backward``."""
+        """Return the noise key of the next ``count`` gradients, see ``advances_key_in_backward``."""
         key = self.noise_key
         if not advances_key_in_backward():
             self.noise_key = key + count
         return key
 
-    # --- what training leaves in a layer: running ranges, and the key of its noise ------------------------------------
+    # --- state of training: running ranges and the key of the noise ---
 
     def eval_range(self, role: str, x: Tensor) -> Range:
-        """Return the stored range of an operand, in evaluation; its own range as long as the stored one is empty.
+        """Return the stored range of an operand for evaluation, or the range of ``x`` if none is stored.
 
-        That is decided on the device where it is not known since ``train(False)``, as in an average of models.
+        Where ``train(False)`` could not tell, as in an average of models, this is decided on the device.
         """
         low, width, weight = self.stored_range(role)
         if self.calibrated:
             return low, width
         self.warn_of_empty_range(role, weight)
-        own_low, own_width = fake_quantize.operators.range(
+        current_low, current_width = fake_quantize.operators.range(
             x.detach(), self.quantizers[role].grid
         )
-        return torch.where(weight > 0, low, own_low), torch.where(
-            weight > 0, width, own_width
+        is_stored = weight > 0
+        return (
+            torch.where(is_stored, low, current_low),
+            torch.where(is_stored, width, current_width),
         )
 
     def ranges(self) -> dict[str, Tensor]:
-        """Return the running ranges by their names, ``running_ROLE``."""
+        """Return name -> running range, with names ``running_ROLE``."""
         return {name: getattr(self, name) for name in self._running}
 
     def range_tensor(self, role: str) -> Tensor:
-        """Return the tensor of a running range, (3,), which training fills in place."""
+        """Return the running range of a role, (3,), which training updates in place."""
         running: Tensor = getattr(self, f"running_{role}")
         return running
 
     def warn_of_empty_range(self, role: str, weight: Tensor) -> None:
-        """Warn once per model of evaluation on running ranges that have gathered no weight."""
+        """Warn once per model if evaluation uses running ranges that are empty."""
         if (
             not torch.compiler.is_compiling()
             and self.ranges_unchecked
@@ -420,28 +477,26 @@ class LayerPrecision(nn.Module):
             extensions.services("empty_ranges").warn_of_empty_range(self, role, weight)
 
     def stored_range(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return minimum and width of the running range of a role, and the weight that both have gathered."""
+        """Return minimum and width of the running range of a role, and their accumulated weight."""
         minimum, width, weight = self.range_tensor(role).unbind()
-        return (
-            (minimum / weight, width / weight, weight)
-            if self.has_bias_correction
-            else (minimum, width, weight)
-        )
+        if self.has_bias_correction:
+            return minimum / weight, width / weight, weight
+        return minimum, width, weight
 
     def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
-        """Let a running range follow the range of one call, see ``rounding.track``; recomputed calls change none."""
+        """Update a running range with the range of one call, unless a backward pass recomputes it."""
         if not is_recomputing():
             fake_quantize.operators.track_(self.range_tensor(role), minimum, width)
 
     def get_running(self) -> dict[str, Tensor]:
-        """Return copies of what training changes besides the bits, for a checkpoint: the same in every process."""
+        """Return copies of running ranges and noise key for a checkpoint, equal in all processes."""
         ranges = {name: running.clone() for name, running in self.ranges().items()}
         return {"noise_key": self.noise_key - self._offset, **ranges}
 
     def set_running(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``get_running`` returned."""
         for name, value in state.items():
-            if self.noise_key.is_meta:  # where copies are lost
+            if self.noise_key.is_meta:  # a copy into a meta tensor would be lost
                 self._move(value.device)
             getattr(self, name).copy_(value)
         self.has_loaded = False
@@ -455,7 +510,7 @@ class LayerPrecision(nn.Module):
         self.has_loaded = True
 
     def _sync_key_offset(self) -> None:
-        """Let the key be that of this process, also when a group of processes has been made since the layer was."""
+        """Offset the noise key by the rank of this process; the process group may be younger than the layer."""
         offset = 0
         if distributed.is_available() and distributed.is_initialized():
             offset = extensions.services("processes").key_offset() or 0
@@ -464,48 +519,38 @@ class LayerPrecision(nn.Module):
             self._offset = offset
 
     def _reset_training_state(self) -> None:
-        self.noise_key, self._offset = (
-            torch.tensor(self.key, dtype=torch.int64, device="cpu"),
-            0,
-        )
+        self.noise_key = torch.tensor(self.key, dtype=torch.int64, device="cpu")
+        self._offset = 0
         for name in self._running:
             setattr(self, name, torch.zeros(3, dtype=torch.float32, device="cpu"))
         self.calibrated = not self.has_bias_correction
 
-    # --- where it is, and copies of it --------------------------------------------------------------------------------
+    # --- device, copies and pickles ---
 
     def follow(self, x: Tensor) -> None:
-        """Be where ``x`` is, also when something other than ``to`` moved the model there, such as FSDP."""
+        """Move this state to the device of ``x``; FSDP and others move a model without ``to``."""
         if self.num_steps.device != x.device and not x.is_meta:
             self._move(x.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # follow the model to another device but stay in float32 when it is cast to half precision
+        # move to the model's device, but stay in float32 when it is cast to half precision
         self._move(fn(self.num_steps.new_empty(0)).device)
         return self
 
-    @torch.inference_mode(
-        False
-    )  # what is made in a forward pass is written to elsewhere
+    @torch.inference_mode(False)  # the tensors are written to outside of inference mode
     def _move(self, device: torch.device) -> None:
-        if (
-            self.noise_key.is_meta
-        ):  # there are no numbers on meta, and to_empty brings none
+        # a meta tensor has no values, and to_empty gives it none
+        if self.noise_key.is_meta:
             self._reset_training_state()
         self.noise_key = self.noise_key.to(device)
         for name, running in self.ranges().items():
             setattr(self, name, running.to(device))
         if device != self.num_steps.device:
-            (
-                self.num_steps,
-                self.weight_num_steps,
-                self.grad_num_steps,
-                self.weight_grad_num_steps,
-            ) = _zeros(device)
-            self._fill()
+            self._make_num_steps(device)
+            self._fill_num_steps()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the scheduler out of a copy."""
+        """Exclude the scheduler from copies and pickles."""
         return {
             **vars(self),
             "owning_scheduler": self.owning_scheduler is not None,
@@ -513,13 +558,12 @@ class LayerPrecision(nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
+        """Restore a copy or pickle, without levels that a scheduler had set."""
         super().__setstate__(
             {FORMER_ATTRIBUTES.get(name, name): value for name, value in state.items()}
         )
-        if "_running" not in vars(
-            self
-        ):  # stored by a release whose running ranges were buffers
+        # stored by a release whose running ranges were buffers
+        if "_running" not in vars(self):
             self._running = tuple(self._buffers)
             vars(self).update(self._buffers)
             self._buffers.clear()
@@ -527,21 +571,21 @@ class LayerPrecision(nn.Module):
         extensions.load_optional(self.kind)
         if self.execution != "simulated":
             extensions.load("int8")
-        driven, self.owning_scheduler = self.owning_scheduler, None
-        if driven:
+        had_scheduler, self.owning_scheduler = self.owning_scheduler, None
+        if had_scheduler:
             self.active_levels = None
         if self.active_bits.is_set:
             fake_quantize.load_kernels()
 
     def __prepare_scriptable__(self) -> None:
-        """Refuse ``torch.jit.script``, which asks every module of a model."""
+        """Raise RuntimeError: ``torch.jit.script`` is not supported."""
         raise RuntimeError(
             "torch.jit.script cannot compile a model that quantize_ converted: use torch.compile, torch.export or "
             "cpt.export, or call restore_(model) first"
         )
 
     def extra_repr(self) -> str:
-        """Show the active bits, how operations are executed, and what rounds."""
+        """Return the active bits, the execution mode and the kernels in use."""
         if not self.active_bits.is_set:
             return f"bits=not set, execution={self.execution}"
         execution = self.execution
@@ -567,35 +611,35 @@ def in_float32(
     compute: Callable[..., Any],
     *inputs: Any,
 ) -> Any:
-    """Return ``compute(*inputs)``, in float32 where a plain layer would answer ``x`` in half precision.
+    """Return ``compute(*inputs)``, run in float32 where a float module would run in half precision.
 
-    That is under autocast, or in a model of that type, where bfloat16 would leave 17 of the 256 values of an 8-bit grid
-    between 10 and 11. The result is rounded to what the plain layer would return; the gradient is quantised before it
-    is rounded, too.
+    That is under autocast, or in a half-precision model: of the 256 values of an 8-bit grid between 10 and 11, bfloat16
+    can represent 17. The result is cast to the dtype that the float module would return; the gradient is quantised
+    before it is cast.
     """
     if precision is None or not precision.active_bits.has_quantized_roles:
         return compute(*inputs)
-    kind, half = x.device.type, x.dtype if x.dtype in HALF else None
-    if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(kind):
-        half = torch.get_autocast_dtype(kind)
-    if half is None:
+    device_type = x.device.type
+    half_dtype = x.dtype if x.dtype in HALF else None
+    if (
+        x.dtype == torch.float32
+        and not x.is_meta
+        and torch.is_autocast_enabled(device_type)
+    ):
+        half_dtype = torch.get_autocast_dtype(device_type)
+    if half_dtype is None:
         return compute(*inputs)
-    with torch.autocast(kind, enabled=False):
-        found = compute(*map(_as_float32, inputs))
-    return (
-        tuple(y.to(half) for y in found) if isinstance(found, tuple) else found.to(half)
-    )
+
+    with torch.autocast(device_type, enabled=False):
+        outputs = compute(*map(_as_float32, inputs))
+    if isinstance(outputs, tuple):
+        return tuple(y.to(half_dtype) for y in outputs)
+    return outputs.to(half_dtype)
 
 
 def _as_float32(value: Any) -> Any:
-    if isinstance(value, tuple):  # features of sources and destinations
+    if isinstance(value, tuple):  # features of sources and destinations of a graph
         return tuple(map(_as_float32, value))
-    return (
-        value.float()
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-    )
-
-
-def _zeros(device: torch.device | str) -> list[Tensor]:
-    return [torch.zeros((), dtype=torch.float32, device=device) for _ in range(4)]
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.float()
+    return value
