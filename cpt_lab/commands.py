@@ -1,4 +1,9 @@
-"""The commands of ``cpt``: ``cpt --help``, or ``python -m cpt_lab --help``. ``cpt_lessons.commands`` brings more."""
+"""Commands of ``cpt``: grids, stored rows, verification, claims, data sets, precision search and the machine check.
+
+Every command is a function that imports what it needs when it is called, so that ``cpt --help`` is quick. ``main`` runs
+them, also as ``python -m cpt_lab``, and turns wrong values into one line. ``cpt_lessons.commands`` adds the commands of
+the course to ``app``.
+"""
 
 import hashlib
 import inspect
@@ -53,48 +58,57 @@ class Many(TyperCommand):
 
 
 Scale = Annotated[
-    str, typer.Option(help="smoke (seconds), demo (minutes) or paper (GPU days)")
+    str,
+    typer.Option(
+        help="Size of the experiment: smoke (seconds), demo (minutes) or paper (GPU days)."
+    ),
 ]
 Device = Annotated[
-    str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")
+    str,
+    typer.Option(
+        help="Device: cpu, cuda, or auto, which takes a CUDA device at paper scale."
+    ),
 ]
 AtScale = Annotated[
     str | None,
     typer.Option(
-        "--scale", help="smoke, demo or paper; the largest of a grid if left out"
+        "--scale",
+        help="Size of the experiment: smoke, demo or paper; default: the largest of each grid.",
     ),
 ]
 Task = Annotated[
     str | None,
-    typer.Option(help="of your own data: image, detection, ...; found if left out"),
+    typer.Option(
+        help="Task of your own data, such as image or detection; default: guessed from the files."
+    ),
 ]
 
 # Options of `run`, `plan` and `rows`, with the names of the notebooks' parameters.
 PARAMETER_HELP = {
-    "dataset": "Another data set, or your own files.",
-    "model": "Another network of the data set; its first if left out.",
-    "preset": "ours, or authors.",
+    "dataset": "Data set to train on: a name, or your own files.",
+    "model": "Network to train; default: the first of the data set.",
+    "preset": "Hyperparameters: ours, or authors.",
     "schedules": "Schedules to train, such as CR RR.",
-    "static_bits": "Bits of the static baselines, such as 4 8; none trains none.",
-    "q_max": "Highest bits, such as 6 8.",
-    "q_min": "Lowest bits.",
+    "static_bits": "Bits of the static baselines, such as 4 8; none leaves them out.",
+    "q_max": "Highest forward bits of the schedules, such as 6 8.",
+    "q_min": "Lowest forward bits of the schedules.",
     "q_grad": "Bits of the gradients.",
-    "n_cycles": "Number of cycles.",
-    "steps": "Optimizer steps.",
+    "n_cycles": "Number of cycles of the schedules.",
+    "steps": "Optimizer steps of a run.",
     "learning_rate": "Learning rate at the start.",
-    "seeds": "Seeds, such as 0 1.",
-    "deficit_bits": "Bits in a deficit.",
-    "deficit_lengths": "Steps of deficits at the start, such as 0 100.",
-    "deficit_starts": "First steps of windows of low precision, such as 0 100; none trains none.",
-    "deficit_window": "Steps of a window of low precision.",
-    "decay": "Decays of the learning rate: recipe, constant, step or cosine.",
-    "controls": "Train controls of the same length beside deficits.",
+    "seeds": "Random seeds to train with, such as 0 1.",
+    "deficit_bits": "Bits during a deficit, a period of too low precision.",
+    "deficit_lengths": "Lengths of deficits at the start of training, in steps, such as 0 100.",
+    "deficit_starts": "First steps of later deficits, such as 0 100; none leaves them out.",
+    "deficit_window": "Length of the later deficits, in steps.",
+    "decay": "Learning-rate decays: recipe, constant, step or cosine.",
+    "controls": "Train control runs of equal length beside the runs with deficits.",
 }
 FILTER_HELP = {
-    "arms": "Runs to take, by arm, such as CR 'static 8'.",
-    "savings": "Runs to take, by savings: large, medium, small, static.",
+    "arms": "Only the runs of these arms, such as CR 'static 8'.",
+    "savings": "Only the runs with these savings: large, medium, small, static.",
 }
-# Those that take several values.
+# Options that take several values.
 LIST_OPTIONS = (
     "schedules",
     "static_bits",
@@ -108,35 +122,39 @@ LIST_OPTIONS = (
 
 
 def selects_runs(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of ``PARAMETER_HELP`` and ``FILTER_HELP``; it gets a ``grids.Selection`` of them."""
+    """Add the options of ``PARAMETER_HELP`` and ``FILTER_HELP`` to a command; it receives a ``grids.Selection``."""
 
     @wraps(command)
-    def with_selection(**given: Any) -> None:
+    def with_selection(**arguments: Any) -> None:
         from cpt_lab.experiments.grids import Selection
         from cpt_lab.experiments.parameters import PARAMETERS, checked
 
         choices = {}
         for name in PARAMETER_HELP:
-            words = given.pop(name)
+            words = arguments.pop(name)
             if isinstance(words, bool):
                 choices[name] = words
             elif words:
                 words = [words] if isinstance(words, str) else words
                 choices[name] = checked(name, PARAMETERS[name].from_words(name, words))
-        filters = {name: given.pop(name) for name in FILTER_HELP}
-        command(**given, selection=Selection(choices, **filters))
+        filters = {name: arguments.pop(name) for name in FILTER_HELP}
+        command(**arguments, selection=Selection(choices, **filters))
 
     signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.name != "selection"]
+    other_parameters = [
+        p for p in signature.parameters.values() if p.name != "selection"
+    ]
     options = [
         _option(name, text) for name, text in (PARAMETER_HELP | FILTER_HELP).items()
     ]
-    with_selection.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    with_selection.__signature__ = signature.replace(
+        parameters=[*other_parameters, *options]
+    )  # type: ignore[attr-defined]
     return with_selection
 
 
 def _option(name: str, text: str) -> inspect.Parameter:
-    """Return the option of a parameter; values are checked by ``experiments.parameters``."""
+    """Return the command-line option of a parameter; ``experiments.parameters`` checks its values."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     if name == "controls":
         flag = Annotated[
@@ -154,15 +172,24 @@ def _option(name: str, text: str) -> inspect.Parameter:
     )
 
 
+def describe_resumable_stop() -> str:
+    """Return the line that a stopped command prints by default."""
+    return "stopped; the same command goes on from here"
+
+
 @contextmanager
 def stoppable(
-    said: Callable[[], str] = lambda: "stopped; the same command goes on from here",
+    describe_stop: Callable[[], str] = describe_resumable_stop,
 ) -> Iterator[None]:
-    """Ctrl-C ends a command with a line that says what was done, and with the status of a signal."""
+    """Turn Ctrl-C into one line and exit status 130.
+
+    Args:
+        describe_stop: returns the line, unless the KeyboardInterrupt has a message.
+    """
     try:
         yield
     except KeyboardInterrupt as stop:
-        say(f"\n{str(stop) or said()}\n")
+        say(f"\n{str(stop) or describe_stop()}\n")
         raise typer.Exit(130) from None
 
 
@@ -172,15 +199,21 @@ def plan(
     selection: Any,
     grid: Annotated[
         str | None,
-        typer.Argument(help="a grid or an artefact such as figure_3; else all"),
+        typer.Argument(
+            help="Grid, or a figure of the paper such as figure_3; default: all grids."
+        ),
     ] = None,
     scale: AtScale = None,
     device: Device = "auto",
     measure: Annotated[
-        bool, typer.Option(help="measure a few steps of every model, and keep it")
+        bool,
+        typer.Option(help="Time a few steps of every model now, and store the times."),
     ] = False,
 ) -> None:
-    """List the grids: runs done, failed and missing; bit operations, hours and disk of what was measured here."""
+    """List the grids with their runs (done, failed, missing), bit operations, hours and disk space.
+
+    Hours and disk space are known for models that were timed on this machine, see --measure.
+    """
     from cpt_lab.experiments.grids import check_choices, find_grids
 
     check_choices(find_grids(grid), selection.choices)
@@ -198,51 +231,70 @@ def run(
     grid: Annotated[
         str,
         typer.Argument(
-            help="a grid, or a figure such as h7; before the options; `plan` lists them"
+            help="Grid, or a figure such as h7, before the options; `cpt plan` lists them."
         ),
     ],
     scale: AtScale = None,
     executor: Annotated[
-        str, typer.Option(help="local (this machine) or dask (a cluster)")
+        str,
+        typer.Option(
+            help="Where the runs are trained: local (this machine) or dask (a cluster)."
+        ),
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="processes at a time; 0 is this one")
+        int | None,
+        typer.Option(
+            help="Number of processes; 0 trains in this one; default: as many as fit."
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads of each run.")] = 1,
     device: Device = "auto",
     per_gpu: Annotated[
-        int | None, typer.Option(help="runs that share a GPU; measured when left out")
+        int | None,
+        typer.Option(help="Number of runs that share a GPU; default: measured."),
     ] = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(help="address of a Dask scheduler, such as tcp://host:8786"),
+        typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786."),
     ] = None,
     together: Annotated[
         int | None,
-        typer.Option(help="runs of a seed that train side by side in a process"),
+        typer.Option(
+            help="Number of runs of one seed that train in lockstep in one process; default: chosen."
+        ),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="seconds after which a run is failed")
+        float | None,
+        typer.Option(help="Seconds after which a run is stopped and counts as failed."),
     ] = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="run again what failed before")
+        bool, typer.Option("--retry-failed", help="Train failed runs again.")
     ] = False,
     rerun_old: Annotated[
         bool,
-        typer.Option("--rerun-old", help="run again what has rows of other numerics"),
+        typer.Option(
+            "--rerun-old",
+            help="Train runs again whose rows were made with other numerics.",
+        ),
     ] = False,
     shard: Annotated[
         str,
-        typer.Option(help="I/N: every N-th run from the I-th, where no disk is shared"),
+        typer.Option(
+            help="I/N trains every N-th run from the I-th, for machines without a shared disk."
+        ),
     ] = "",
     log: Annotated[
         str,
         typer.Option(
-            help="send rows and curves to tensorboard, mlflow, trackio or wandb, too"
+            help="Experiment tracker that gets rows and curves: tensorboard, mlflow, trackio or wandb."
         ),
     ] = "",
 ) -> None:
-    """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
+    """Train the missing runs of a grid.
+
+    Ctrl-C stops the runs with a checkpoint, and the same command continues them. Several commands at once share the
+    work.
+    """
     from cpt_lab.experiments import grids
     from cpt_lab.sweeps import stores
     from cpt_lab.sweeps.options import SweepOptions
@@ -252,12 +304,12 @@ def run(
 
     specs = _selected_specs(grids, grid, scale, selection)
     if shard:
-        found = re.fullmatch(r"(\d+)/(\d+)", shard)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]) <= len(specs):
+        match = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]) <= len(specs):
             raise ValueError(
                 f"--shard takes I/N, such as 1/4, with I <= N <= {len(specs)}, the runs; got {shard!r}"
             )
-        specs = specs[int(found[1]) - 1 :: int(found[2])]
+        specs = specs[int(match[1]) - 1 :: int(match[2])]
     by_store: dict[Path, list[Any]] = {}
     for spec in specs:
         by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(
@@ -294,23 +346,28 @@ def _selected_specs(
 
     Grids of a figure that do not have the scale are left out.
     """
-    found = grids.find_grids(name)
+    grid_by_name = grids.find_grids(name)
     scales = list(
-        dict.fromkeys(known for grid in found.values() for known in grid.scales)
+        dict.fromkeys(s for grid in grid_by_name.values() for s in grid.scales)
     )
     if scale is not None and scale not in scales:
         raise ValueError(
             f"{name} has no scale {scale!r}; {suggest_names(scale, scales)}"
         )
-    selected = selection.specs(found, scale)
+    selected = selection.specs(grid_by_name, scale)
     every_spec = [spec for specs in selected.values() for spec in specs]
     if not every_spec:
         raise ValueError(f"{name} has no runs with these options")
     return list({spec.key: spec for spec in every_spec}.values())
 
 
+def describe_early_stop() -> str:
+    """Return the line of a sweep that was stopped before its first run."""
+    return "stopped before anything ran"
+
+
 def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) -> int:
-    """Run specs, store by store, and print what became of them; return how many failed."""
+    """Run specs store by store, print their results, and return the number of failed runs."""
     from cpt_lab.sweeps import stores
     from cpt_lab.sweeps.sweep import run_grid
 
@@ -319,7 +376,7 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
         typer.echo(
             f"{grid} at {part[0].scale} scale: {len(part)} runs, rows in {store}"
         )
-        with stoppable(lambda: "stopped before anything ran"):
+        with stoppable(describe_early_stop):
             rows = run_grid(part, store, options)
         counts = {
             status: sum(row["status"] == status for row in rows)
@@ -337,14 +394,16 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
         failed += counts["failed"]
         for row in rows:
             if row["status"] == "failed":
-                log = stores.place(store, "logs", row["key"])
-                lines = row["error"].strip().splitlines()
-                reason = lines[-1 if lines[0].startswith("Traceback") else 0]
-                typer.echo(
-                    f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})",
-                    err=True,
-                )
+                log_file = stores.place(store, "logs", row["key"])
+                typer.echo(f"{_describe_failure(row)} (log: {log_file})", err=True)
     return failed
+
+
+def _describe_failure(row: Any) -> str:
+    """Return a line about a failed row: its arm, its seed and the message of its error."""
+    lines = row["error"].strip().splitlines()
+    reason = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    return f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason}"
 
 
 @app.command(cls=Many)
@@ -354,7 +413,7 @@ def rows(
     grid: Annotated[
         str,
         typer.Argument(
-            help="A grid or a figure, before the options; `plan` lists them."
+            help="Grid, or a figure such as h7, before the options; `cpt plan` lists them."
         ),
     ],
     scale: AtScale = None,
@@ -362,7 +421,7 @@ def rows(
         Path | None, typer.Option(help="Write one line per run into this file.")
     ] = None,
 ) -> None:
-    """Show the stored rows of a grid, the committed ones and those under runs/, or write them as a table."""
+    """Show the result rows of a grid as a table, from the committed stores and those under runs/."""
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise FileNotFoundError(
             f"--csv takes a file in a folder that is there, such as rows.csv; got {csv}"
@@ -402,24 +461,35 @@ def rows(
 def verify(
     store: Annotated[
         list[Path] | None,
-        typer.Argument(help="files of rows, such as data/results/h5.jsonl"),
+        typer.Argument(help="Files of result rows, such as data/results/h5.jsonl."),
     ] = None,
-    rows: Annotated[int, typer.Option(help="how many of every store to run again")] = 5,
-    seed: Annotated[int, typer.Option(help="of the choice of rows")] = 0,
+    rows: Annotated[
+        int, typer.Option(help="Number of rows of every file to run again.")
+    ] = 5,
+    seed: Annotated[int, typer.Option(help="Random seed for the choice of rows.")] = 0,
     cheapest: Annotated[
-        bool, typer.Option("--cheapest", help="those that took the least time, not any")
+        bool,
+        typer.Option(
+            "--cheapest",
+            help="Choose the rows that took the least time, instead of random ones.",
+        ),
     ] = False,
     skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="leave out stores without their data")
+        bool,
+        typer.Option(
+            "--skip-missing", help="Skip files whose data sets are missing here."
+        ),
     ] = False,
     verdict: Annotated[
         str | None,
-        typer.Option(help="does the effect of a grid such as h5/characters repeat?"),
+        typer.Option(
+            help="Preregistered grid to repeat with fresh seeds, such as h5/characters."
+        ),
     ] = None,
 ) -> None:
-    """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others.
+    """Train the runs of stored rows again and compare: bit for bit on the same machine, else within a tolerance.
 
-    With --verdict, run a preregistered grid with fresh seeds and say whether its effects repeat.
+    With --verdict, train a preregistered grid with fresh seeds and report whether its effects repeat.
     """
     from cpt_lab.sweeps import verify as v
     from cpt_lab.sweeps.row_format import integrity
@@ -430,36 +500,37 @@ def verify(
         return _verdict(verdict)
     assert store is not None
     samples = [v.sample(path, rows, seed, cheapest) for path in store]
-    skipped = [one for one in samples if one.missing]
+    skipped = [sample for sample in samples if sample.missing]
     if skipped and not skip_missing:
         raise FileNotFoundError(
             f"{skipped[0].store}: {skipped[0].missing}; --skip-missing leaves such stores out"
         )
-    chosen = [one for one in samples if not one.missing]
-    picked = [row for one in chosen for row in one.picked]
+    runnable = [sample for sample in samples if not sample.missing]
+    picked = [row for sample in runnable for row in sample.picked]
     count, seconds = len(picked), sum(row["seconds"] for row in picked)
-    whole = integrity(store)
+    intact = integrity(store)
     typer.echo(
-        f"{whole}\n{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s"
+        f"{intact}\n{count} rows of {len(runnable)} stores to run again; they took {seconds:.0f} s"
     )
     findings: list[v.Finding] = []
     with stoppable(lambda: f"stopped after {len(findings)} of {count} rows"):
-        for one in chosen:
-            typer.echo(one.store)
-            for finding in v.verify(one):
+        for sample in runnable:
+            typer.echo(sample.store)
+            for finding in v.verify(sample):
                 typer.echo(f"  {finding}")
                 findings.append(finding)
-    for one in skipped:
-        typer.echo(f"skipped {one.store}: {one.missing}")
+    for sample in skipped:
+        typer.echo(f"skipped {sample.store}: {sample.missing}")
     typer.echo(
         v.summary(findings)
         + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else "")
     )
-    if whole.faults or not all(finding.reproduced for finding in findings):
+    if intact.faults or not all(finding.reproduced for finding in findings):
         raise typer.Exit(1)
 
 
 def _verdict(grid: str) -> None:
+    """Train a preregistered grid with fresh seeds and print whether each effect repeats."""
     import torch
 
     from cpt_lab.analysis.preregistered import data_of, fresh, replicated_effects
@@ -468,21 +539,23 @@ def _verdict(grid: str) -> None:
 
     specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"
     for spec, checksum in data_of(grid):
-        if (here := task_of(spec)(spec, torch.device("cpu")).data.checksum) != checksum:
-            what = f"{spec.recipe.dataset!r} has checksum {here} here, and {checksum} in the rows of {grid}"
+        local_checksum = task_of(spec)(spec, torch.device("cpu")).data.checksum
+        if local_checksum != checksum:
             raise ValueError(
-                f"{what}: effects on other data neither repeat it nor differ from it"
+                f"{spec.recipe.dataset!r} has checksum {local_checksum} here, and {checksum} in the rows of {grid}: "
+                "effects on other data neither repeat it nor differ from it"
             )
     typer.echo(f"{grid} with fresh seeds: {len(specs)} runs, rows in {store}")
     rows = run_grid(specs, store, retry_failed=True)
-    if lost := sum(row["status"] == "failed" for row in rows):
+    failed = sum(row["status"] == "failed" for row in rows)
+    if failed:
         raise ValueError(
-            f"{lost} of {len(rows)} runs failed, which is no answer; the same command tries them again"
+            f"{failed} of {len(rows)} runs failed, which is no answer; the same command tries them again"
         )
-    found = replicated_effects(grid, rows)
-    for line in found:
-        typer.echo(f"  {line}")
-    if any(line.word == "DIFFERS" for line in found):
+    effects = replicated_effects(grid, rows)
+    for effect in effects:
+        typer.echo(f"  {effect}")
+    if any(effect.word == "DIFFERS" for effect in effects):
         raise typer.Exit(1)
 
 
@@ -490,13 +563,13 @@ def _verdict(grid: str) -> None:
 def report(
     store: Annotated[
         list[Path] | None,
-        typer.Argument(help="files of rows; all that there are if left out"),
+        typer.Argument(help="Files of result rows; default: all."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="the page; runs/report.html when left out")
+        Path | None, typer.Option(help="File of the page; default: runs/report.html.")
     ] = None,
 ) -> None:
-    """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
+    """Write a self-contained HTML report: figures, tables next to the paper's numbers, statistics, differences."""
     if missing := [path for path in store or [] if not path.is_file()]:
         raise FileNotFoundError(f"there is no file {missing[0]}")
     typer.echo(
@@ -508,7 +581,7 @@ def report(
 
 
 def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> Any:
-    """Return the recipe of a data set, which is there."""
+    """Return the recipe of a data set after checking that its files exist."""
     from cpt_lab.data.files import check_data, task_of_data
     from cpt_lab.experiments.registry import recipe
     from cpt_lab.experiments.schema import is_own
@@ -517,9 +590,9 @@ def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> An
         raise ValueError(
             f"--task {task} is for data of your own; {dataset} has its task"
         )
-    found = recipe(scale, dataset, model, task=task or task_of_data(dataset))
-    check_data(found)
-    return found
+    checked_recipe = recipe(scale, dataset, model, task=task or task_of_data(dataset))
+    check_data(checked_recipe)
+    return checked_recipe
 
 
 @app.command()
@@ -527,17 +600,19 @@ def data(
     dataset: Annotated[
         str,
         typer.Argument(
-            help="a named data set, or your own: my-images/, my-text/, my-graph.npz"
+            help="Name of a data set, or your own files: my-images/, my-text/, my-graph.npz."
         ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Model whose picture size counts; the first if left out."),
+        typer.Option(
+            help="Model whose picture size is used; default: the first of the data set."
+        ),
     ] = None,
     scale: Scale = "demo",
     task: Task = None,
 ) -> None:
-    """Print what is read of a data set, what is left out and what is changed; train nothing."""
+    """Check a data set: print what is read, left out and changed, without training."""
     recipe = _recipe(dataset, model, scale, task)
     from cpt_lab.tasks.base import load_data
 
@@ -549,41 +624,50 @@ def try_(
     dataset: Annotated[
         str,
         typer.Argument(
-            help="a named data set, or your own: my-images/, my-text/, my-graph.npz"
+            help="Name of a data set, or your own files: my-images/, my-text/, my-graph.npz."
         ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="the first of the data set if left out")
+        str | None,
+        typer.Option(help="Model to train; default: the first of the data set."),
     ] = None,
     scale: Scale = "demo",
     minutes: Annotated[
         float,
         typer.Option(
-            min=0.01, help="after which no training is begun; the same command goes on"
+            min=0.01,
+            help="Minutes after which no new training starts; the same command continues.",
         ),
     ] = 10,
-    seeds: Annotated[int, typer.Option(min=1, help="at most so many")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds (at most).")] = 10,
     margin: Annotated[
         float,
         typer.Option(
-            min=1e-6, help="too little to matter: points, or percent of a perplexity"
+            min=1e-6,
+            help="Smallest difference that counts, in accuracy points or percent of perplexity.",
         ),
     ] = 1,
     task: Task = None,
     workers: Annotated[
-        int | None, typer.Option(help="trainings at a time; the cores if left out")
+        int | None,
+        typer.Option(
+            help="Number of trainings at a time; default: the number of cores."
+        ),
     ] = None,
     device: Device = "auto",
 ) -> None:
-    """Say how few bits your data can be trained with, whether a schedule helps, and what it costs; write one page."""
+    """Search the fewest bits that train your data, and test whether a schedule helps; write one page.
+
+    The page shows every training with its quality and its cost.
+    """
     from cpt_lab.experiments.schema import is_own
 
     r = _recipe(dataset, model, scale, task)
     from cpt_lab.tasks.base import read_whole
 
-    guessed = (
+    guesses = (
         read_whole(r) if is_own(dataset) else None
-    )  # before longer imports: a defect is said within seconds
+    )  # before slow imports, so that a defect is reported within seconds
     from functools import partial
 
     from cpt_lab.analysis.precision_search_report import try_recipe
@@ -603,7 +687,7 @@ def try_(
     typer.echo(note, err=True)
     with stoppable():
         try:
-            found, page = try_recipe(
+            search_result, page = try_recipe(
                 r,
                 scale,
                 _with_lines(partial(run_grid, options=options)),
@@ -611,17 +695,17 @@ def try_(
                 minutes=minutes,
                 seeds=seeds,
                 margin=margin,
-                guessed=guessed,
+                guessed=guesses,
                 note=note,
             )
         except RuntimeError as error:
             typer.echo(f"error: a training failed: {error}", err=True)
             raise typer.Exit(1) from None
-    typer.echo(f"{found}\npage: {page}")
+    typer.echo(f"{search_result}\npage: {page}")
 
 
 def _with_lines(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Return ``run`` with a line per training where no one sees a bar: the output is a file."""
+    """Return ``run``, or a version that prints a line per training where the output is no terminal."""
     if sys.stderr.isatty():
         return run
 
@@ -641,26 +725,41 @@ def _with_lines(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 @app.command("range-test", cls=Many)
 def range_test(
     dataset: Annotated[
-        str, typer.Argument(help="a named data set, or your own, before the options")
+        str,
+        typer.Argument(
+            help="Name of a data set, or your own files, before the options."
+        ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="the first of the data set if left out")
+        str | None,
+        typer.Option(help="Model to train; default: the first of the data set."),
     ] = None,
     scale: Scale = "demo",
     q_max: Annotated[
-        int, typer.Option(min=2, help="bits that the others are compared with")
+        int,
+        typer.Option(
+            min=2, help="Bits of the baseline that lower precisions are compared with."
+        ),
     ] = 8,
     bits: Annotated[
         list[int],
         typer.Option(
-            help="precisions to try, such as 2 3 4; 2 to q_max - 1 if left out"
+            help="Precisions to test, such as 2 3 4; default: 2 to q_max - 1."
         ),
     ] = [],  # noqa: B006
-    dwell: Annotated[int, typer.Option(help="optimizer steps at each precision")] = 100,
+    dwell: Annotated[
+        int, typer.Option(help="Optimizer steps at each precision.")
+    ] = 100,
     mode: Annotated[
-        str, typer.Option(help="reset, or continuing as the CPT paper words it")
+        str,
+        typer.Option(
+            help="Start of each precision: reset (initial weights) or continuing (as in the paper)."
+        ),
     ] = "reset",
-    seeds: Annotated[list[int], typer.Option(help="repetitions, such as 0 1 2")] = [  # noqa: B006
+    seeds: Annotated[
+        list[int],
+        typer.Option(help="Random seeds to repeat the test with, such as 0 1 2."),
+    ] = [  # noqa: B006
         0,
         1,
         2,
@@ -668,10 +767,11 @@ def range_test(
     task: Task = None,
     device: Device = "auto",
     figure: Annotated[
-        Path | None, typer.Option(help="draw the answer into this file")
+        Path | None,
+        typer.Option(help="Image file to draw the result into, such as answer.png."),
     ] = None,
 ) -> None:
-    """Find the lowest precision that still trains a data set's model: the precision range test."""
+    """Find the lowest precision that still trains a model, by the precision range test."""
     r = _recipe(dataset, model, scale, task)
     if figure is not None and (figure.is_dir() or not figure.parent.is_dir()):
         raise FileNotFoundError(
@@ -700,8 +800,8 @@ def range_test(
     device = choose_device(
         device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale)
     )
-    warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
-    found = recipe_range_test(
+    warnings.simplefilter("ignore", RangeTestWarning)  # the result says it
+    result = recipe_range_test(
         r,
         q_max=q_max,
         bits=bits or None,
@@ -710,33 +810,37 @@ def range_test(
         seeds=seeds,
         device=device,
     )
-    typer.echo(f"{found.title}\n{found}")
+    typer.echo(f"{result.title}\n{result}")
     if figure is not None:
-        found.figure().savefig(figure, dpi=120)
+        result.figure().savefig(figure, dpi=120)
         typer.echo(f"drawn in {figure}")
-    if found.q_min is None:
+    if result.q_min is None:
         raise typer.Exit(1)
 
 
 @app.command()
 def claims(
     every: Annotated[
-        bool, typer.Option("--all", help="show every claim with its verdicts")
+        bool, typer.Option("--all", help="List every claim with its verdicts.")
     ] = False,
     evidence: Annotated[
-        bool, typer.Option(help="show them with the effects behind every verdict")
+        bool,
+        typer.Option(help="List every claim with the effects behind its verdicts."),
     ] = False,
 ) -> None:
-    """Say what of the paper holds by the committed rows, and with --all by yours too; what became of our questions."""
-    judged_rows, _, said = (
+    """Summarise which claims of the paper the result rows support, and the answers to our own questions.
+
+    The summary is of the committed rows; --all judges your rows under runs/ as well.
+    """
+    judged_rows, _, summary = (
         (paper_dir() / "claims.txt").read_text(encoding="utf-8").partition("\n")
     )
-    kept_rows = sorted(results_dir().glob("*.jsonl"))
+    committed_stores = sorted(results_dir().glob("*.jsonl"))
     if (
-        not every and not evidence and judged_rows == digest(kept_rows)
-    ):  # a test judges these once more
-        typer.echo(said.rstrip())
-        if len(all_stores()) > len(kept_rows):
+        not every and not evidence and judged_rows == digest(committed_stores)
+    ):  # a test compares the summary with the rows
+        typer.echo(summary.rstrip())
+        if len(all_stores()) > len(committed_stores):
             typer.echo(
                 f"by the committed rows; --all judges those under {runs_dir()}, too",
                 err=True,
@@ -759,10 +863,11 @@ def claims(
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """Return sixteen digits that change with names and contents of files, and with the paper's numbers and claims."""
-    both = (*paths, paper_dir() / "numbers.csv", paper_dir() / "claims.csv")
+    """Return a hash, of 16 digits, of files and of the paper's numbers and claims."""
+    files = (*paths, paper_dir() / "numbers.csv", paper_dir() / "claims.csv")
     parts = [
-        path.name.encode() + hashlib.sha256(path.read_bytes()).digest() for path in both
+        path.name.encode() + hashlib.sha256(path.read_bytes()).digest()
+        for path in files
     ]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
@@ -773,7 +878,7 @@ def claims_lines(
     every: bool = False,
     evidence: bool = False,
 ) -> Iterator[str]:
-    """Yield the lines of ``cpt claims``: of claims that were judged, and what became of our own questions."""
+    """Yield the lines of ``cpt claims``: verdicts on the paper's claims, and answers to our own questions."""
     from cpt_lab.analysis.claims import claims_headline
     from cpt_lab.sweeps.row_format import integrity
 
@@ -800,12 +905,12 @@ def download(
     dataset: Annotated[
         str,
         typer.Argument(
-            help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all"
+            help="Name of a data set, such as cifar10, ogbn-arxiv or xnli; a wrong name lists them all."
         ),
     ],
-    language: Annotated[str, typer.Option(help="of xnli's text")] = "de",
+    language: Annotated[str, typer.Option(help="Language of the text of xnli.")] = "de",
 ) -> None:
-    """Download a data set into the data folder (CPT_DATA_DIR names another), with progress."""
+    """Download a data set into the data folder; CPT_DATA_DIR names another folder."""
     from cpt_lab import data
 
     typer.echo(f"{dataset} is in {data.download(dataset, language)}")
@@ -813,7 +918,7 @@ def download(
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: kernels, git, locks, disk, memory, GPU, user; say what is missing and how to mend it."""
+    """Check this machine (kernels, git, locks, disk, memory, GPU, user) and print how to fix what is missing."""
     from cpt_lab.doctor import examine
     from cpt_lab.sweeps.stores import FREE_BYTES
 
@@ -825,10 +930,10 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Run a command; wrong values end with one line, not a traceback."""
+    """Run a command; print one line instead of a traceback for a wrong value."""
     if find_spec(
         "cpt_lessons"
-    ):  # the package above this one, which brings more of them
+    ):  # an optional package that adds its commands to ``app``
         import_module("cpt_lessons.commands")
     try:
         with warnings.catch_warnings(), explain_missing_extra():

@@ -1,4 +1,7 @@
-"""The commands of ``cpt`` that run notebooks or make pages for lessons."""
+"""Commands of ``cpt`` for the course: run, copy and collect notebooks, write pages and studies.
+
+Importing this module adds them to ``cpt_lab.commands.app``.
+"""
 
 import shutil
 import time
@@ -11,23 +14,32 @@ from cpt_lab.commands import Many, Scale, app, stoppable
 from cpt_lab.paths import study_dir
 
 Number = Annotated[
-    str | None, typer.Option(help="one notebook, such as 03; all when left out")
+    str | None,
+    typer.Option(help="Number of one notebook, such as 03; default: all notebooks."),
 ]
-Data = Annotated[str | None, typer.Option(help="a named data set, or your own")]
+Data = Annotated[
+    str | None, typer.Option(help="Name of a data set, or your own files.")
+]
 Given = Annotated[
     list[str],
     typer.Option(
-        "--parameter", "-p", help="NAME=VALUE of a notebook, such as seeds=[0,1]"
+        "--parameter",
+        "-p",
+        help="Parameter of the notebooks as NAME=VALUE, such as seeds=[0,1].",
     ),
 ]
 
 
 @app.command()
 def explorer(
-    out: Annotated[Path, typer.Argument(help="the page, such as explorer.html")],
-    home: Annotated[str, typer.Option(help="a page to lead back to")] = "",
+    out: Annotated[
+        Path, typer.Argument(help="File of the page, such as explorer.html.")
+    ],
+    home: Annotated[
+        str, typer.Option(help="Address of a page that the explorer links back to.")
+    ] = "",
 ) -> None:
-    """Write the explorer, one HTML page that trains a schedule in the browser, beside static precision of its cost."""
+    """Write an HTML page that trains a schedule in the browser, next to static precision of equal cost."""
     from cpt_lessons.explorer import write_explorer
 
     typer.echo(f"explorer: {write_explorer(out, home)}")
@@ -40,7 +52,7 @@ def reproduce(
     dataset: Data = None,
     parameter: Given = [],  # noqa: B006
 ) -> None:
-    """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""
+    """Run the notebooks and write their pages, with runs/reproduce/SCALE/index.html; stored runs are not repeated."""
     with stoppable():  # from the imports on, which take seconds
         _reproduce(scale, notebook, dataset, parameter)
 
@@ -50,27 +62,30 @@ def _reproduce(
 ) -> None:
     from cpt_lessons.parameters import check_values, parse
 
-    given = parse(parameter)
-    check_values({"scale": scale, **({"dataset": dataset} if dataset else {}), **given})
-    from cpt_lessons import notebooks as r
+    parameters = parse(parameter)
+    checked_values = {"scale": scale, **parameters}
+    if dataset:
+        checked_values = {"scale": scale, "dataset": dataset, **parameters}
+    check_values(checked_values)
+    from cpt_lessons import notebooks as runner
 
-    seconds = r.estimate(scale, notebook)
-    about = (
+    seconds = runner.estimate(scale, notebook)
+    expected_time = (
         f"about {seconds / 60:.1f} minutes on two cores"
         if seconds
         else "GPU days; runs resume when interrupted"
     )
-    started = time.monotonic()
-    names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
-    typer.echo(f"notebooks {names} at {scale} scale: {about}")
-    outcomes, index = r.reproduce(scale, notebook, dataset, given)
+    start_time = time.monotonic()
+    names = ", ".join(p.stem[:2] for p in runner.notebooks(notebook))
+    typer.echo(f"notebooks {names} at {scale} scale: {expected_time}")
+    outcomes, index = runner.reproduce(scale, notebook, dataset, parameters)
     width = max(len(o.name) for o in outcomes)
     for o in outcomes:
         typer.echo(
             f"  {o.name:<{width}} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip()
         )
     failed = [o for o in outcomes if o.failed]
-    typer.echo(f"took {time.monotonic() - started:.0f} s")
+    typer.echo(f"took {time.monotonic() - start_time:.0f} s")
     typer.echo(f"report: {index}")
     if failed:
         typer.echo(
@@ -84,16 +99,24 @@ def _reproduce(
 def notebooks(
     copy: Annotated[
         Path | None,
-        typer.Option(help="the folder, which is made where it is not there"),
+        typer.Option(
+            help="Folder to copy the notebooks into; created if it is missing."
+        ),
     ] = None,
     hand_out: Annotated[
-        bool, typer.Option("--hand-out", help="for a class: no solutions, no outputs")
+        bool,
+        typer.Option(
+            "--hand-out", help="Copy for a class, without solutions and outputs."
+        ),
     ] = False,
     parameters: Annotated[
-        str | None, typer.Option(help="list the parameters of a notebook, such as 03")
+        str | None,
+        typer.Option(
+            help="Number of a notebook whose parameters are listed, such as 03."
+        ),
     ] = None,
 ) -> None:
-    """Copy the notebooks and the rows that they speak of, to work on them; or list the parameters of one."""
+    """Copy the notebooks, with the result rows they use, to work on them; or list the parameters of one."""
     from cpt_lessons import notebooks as r
 
     if (copy is None) == (parameters is None):
@@ -112,36 +135,38 @@ def notebooks(
 
 
 def _describe_parameters(defaults: dict[str, Any]) -> str:
-    """Return a line per parameter, as the notebook has it, with what is allowed."""
+    """Return a line per parameter: name, type, default and allowed values."""
     from cpt_lessons.parameters import ONE_SCHEDULE, PARAMETERS
 
-    known = PARAMETERS | (ONE_SCHEDULE if "total_steps" in defaults else {})
+    parameters = PARAMETERS
+    if "total_steps" in defaults:
+        parameters = PARAMETERS | ONE_SCHEDULE
+
     width = max(map(len, defaults))
     lines = []
     for name, value in defaults.items():
-        kind, allowed = (
-            (known[name].kind, known[name].allowed)
-            if name in known
-            else (type(value).__name__, "")
-        )
-        lines.append(
-            f"{name:<{width}}  {kind:<5}  default {value!r}"
-            + (f"; {allowed}" if allowed else "")
-        )
+        kind, allowed = type(value).__name__, ""
+        if name in parameters:
+            kind, allowed = parameters[name].kind, parameters[name].allowed
+
+        line = f"{name:<{width}}  {kind:<5}  default {value!r}"
+        lines.append(f"{line}; {allowed}" if allowed else line)
     return "\n".join(lines)
 
 
 study = typer.Typer(
-    help="The paper's study for a model of yours.", no_args_is_help=True
+    help="Repeat the paper's study with your own model.", no_args_is_help=True
 )
 app.add_typer(study, name="study")
 
 
 @study.command("new")
 def new_study(
-    folder: Annotated[Path, typer.Argument(help="which is made where it is not there")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of the study; created if it is missing.")
+    ],
 ) -> None:
-    """Write study.py, where your model goes, and a notebook that runs it and shows what came out."""
+    """Write study.py, a template for your model, and a notebook that runs it and shows the results."""
     files = [study_dir() / name for name in ("study.py", "study.ipynb")]
     if there := [folder / f.name for f in files if (folder / f.name).exists()]:
         raise FileExistsError(
@@ -159,15 +184,17 @@ def new_study(
 def collect(
     folder: Annotated[
         Path,
-        typer.Argument(help="of notebooks, or of one folder of them for every student"),
+        typer.Argument(
+            help="Folder of handed-in notebooks, or of one folder per student."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="write the table into this .csv, too")
+        Path | None, typer.Option(help="File for the table, such as results.csv.")
     ] = None,
 ) -> None:
-    """Tell by student what the exercises say: correct, not yet, not attempted, not run, not handed in.
+    """Tabulate the exercises by student: correct, not yet, not attempted, not run, not handed in.
 
-    A file that cannot be read is named with the reason, and the status is 1; the other students are in the table.
+    A file that cannot be read is named with the reason, and the exit status is 1; the table has the other students.
     """
     from cpt_lab.analysis.spreadsheets import write_csv
     from cpt_lessons.submissions import read_submissions
