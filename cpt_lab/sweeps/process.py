@@ -1,4 +1,9 @@
-"""A job in a process of its own, which may die alone."""
+"""Processes of runs: start a job in a new process, watch it, and record a failure if it dies.
+
+``supervise`` starts the process, passes on requests to stop, and enforces the timeout of a run. The process, ``_child``,
+reports over a pipe that it has begun, that a run has started, and the outcomes. New processes are forked from a server
+that has torch imported, so that a run starts in milliseconds.
+"""
 
 import faulthandler
 import logging
@@ -25,11 +30,13 @@ from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_index import StoreIndex, index_part, remember
 from cpt_lab.sweeps.stores import StoreError
-from cpt_lab.sweeps.worker import Job, Outcome, run_all
+from cpt_lab.sweeps.worker import Job, Outcome, ignore_start, never_stop, run_all
 
-GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
-PREFIX = "run-"  # of the names of the processes of runs
-NO_GUARD = 86  # exit status of such a process in which the main script starts a sweep when it is imported
+GRACE_SECONDS = 60.0  # time for the last checkpoint of a run that took too long
+PREFIX = "run-"  # start of the names of run processes
+NO_GUARD = (
+    86  # exit status of a run process whose import of the main script starts a sweep
+)
 
 # Keep freed memory instead of faulting it in again for every temporary tensor: 10-30 % faster steps on a CPU.
 ALLOCATOR = {
@@ -39,27 +46,28 @@ ALLOCATOR = {
 
 
 class StartError(ChildProcessError):
-    """The process of a run cannot start; the message says why. It is no result of the run."""
+    """Error for a run process that cannot start; it is no result of the run."""
 
 
 def supervise(
     job: Job,
     *,
-    should_stop: Callable[[], bool] = lambda: False,
-    should_kill: Callable[[], bool] = lambda: False,
-    on_start: Callable[[str], None] = lambda key: None,
+    should_stop: Callable[[], bool] = never_stop,
+    should_kill: Callable[[], bool] = never_stop,
+    on_start: Callable[[str], None] = ignore_start,
     work: Callable[..., list[Outcome]] = run_all,
 ) -> list[Outcome]:
     """Run a job in a new process and wait for it; a process that dies or takes too long leaves a failed row.
 
-    Runs that had trained side by side there are no failures: each may try again alone. Nor is a process that ends
-    before it has begun with its job: that says nothing of the run.
+    Runs that trained in lockstep in a process that died have not failed: each may try again alone. Neither has the run
+    of a process that ends before it has begun with its job.
 
     Args:
-        should_stop: asked all the time; the run then writes its checkpoint and ends.
-        should_kill: the same, but the process is killed.
-        on_start: called with the key of a run that has started: the time that it may take counts from there.
-        work: what the process does; for tests.
+        job: the run, or the runs that train side by side.
+        should_stop: asked several times a second; the run then writes its checkpoint and ends.
+        should_kill: asked as often; the process is killed.
+        on_start: called with the key of a run that has started: its timeout counts from there.
+        work: function that the process calls; for tests.
 
     Raises:
         StoreError: when the store cannot be written.
@@ -67,69 +75,129 @@ def supervise(
     """
     context = _context()
     receiver, sender = context.Pipe(duplex=False)
-    known = index_part(job.store, [one.spec.key for one in job.each()])
-    given = (job, sender, work, dict(os.environ), known)
-    process = context.Process(target=_child, args=given, name=f"{PREFIX}{job.spec.key}")
+    index = index_part(job.store, [single.spec.key for single in job.each()])
+    process = context.Process(
+        target=_child,
+        args=(job, sender, work, dict(os.environ), index),
+        name=f"{PREFIX}{job.spec.key}",
+    )
     with _importable_main():
         process.start()
-    sender.close()  # the last writing end is the child's now, so the pipe ends with it
-    said: dict[str, Any] = {}
-    started = asked = math.inf
-    timeout = job.options.timeout or math.inf
-    late = False
-    try:
-        # A pipe may end before its process (which closes it at exit) and a process before its pipe is read: wait for
-        # both. The 0.2 seconds are how soon this process notices that it should stop the other.
-        talking = True
-        while talking or process.is_alive():
-            connection.wait([receiver if talking else process.sentinel], timeout=0.2)
-            while talking and receiver.poll():
-                try:
-                    kind, content = receiver.recv()
-                except (
-                    EOFError,
-                    OSError,
-                ):  # the end, or the middle of a message at which the process was killed
-                    talking = False
-                    continue
-                said[kind] = content
-                if kind == "started":
-                    started = time.monotonic()
-                    on_start(content)
-            now = time.monotonic()
-            late = late or now - started > timeout
-            if asked == math.inf and (late or should_stop()):
-                process.terminate()  # the run writes its checkpoint at the end of the step
-                asked = now
-            # a run that hangs never comes to the end of its step; one that was stopped may take its time to write
-            if should_kill() or (late and now - asked > GRACE_SECONDS):
+    sender.close()  # the child has the last writing end now, so the pipe ends with the child
+
+    supervision = _Supervision(process, receiver, job.options.timeout, on_start)
+    supervision.wait(should_stop, should_kill)
+    return _job_outcomes(job, supervision, should_stop, should_kill)
+
+
+class _Supervision:
+    """Wait for the process of a job: its messages, its timeout, and requests to end it.
+
+    Attributes:
+        messages: content of the last message of every kind: "begun", "started", "outcomes", "error".
+        is_late: the run took longer than its timeout.
+    """
+
+    def __init__(
+        self,
+        process: Any,
+        receiver: Any,
+        timeout: float | None,
+        on_start: Callable[[str], None],
+    ) -> None:
+        self.process = process
+        self.receiver = receiver
+        self.timeout = timeout or math.inf
+        self.on_start = on_start
+        self.messages: dict[str, Any] = {}
+        self.is_late = False
+        self._start_time = math.inf
+        self._stop_time = math.inf  # when the process was asked to end
+        self._is_pipe_open = True
+
+    def wait(
+        self, should_stop: Callable[[], bool], should_kill: Callable[[], bool]
+    ) -> None:
+        """Wait until the process has ended and all its messages are read.
+
+        A pipe may end before its process (which closes it at exit) and a process before its pipe is read. The 0.2
+        seconds are how soon this process notices that it should stop the other.
+        """
+        process, receiver = self.process, self.receiver
+        try:
+            while self._is_pipe_open or process.is_alive():
+                source = receiver if self._is_pipe_open else process.sentinel
+                connection.wait([source], timeout=0.2)
+                while self._is_pipe_open and receiver.poll():
+                    self._receive()
+                self._end_if_needed(should_stop, should_kill)
+        finally:
+            if (
+                process.is_alive()
+            ):  # an error in this process: nobody would look after the other
                 process.kill()
-    finally:
-        if (
-            process.is_alive()
-        ):  # an error in this process; nobody would look after the other
-            process.kill()
-        process.join()
-        receiver.close()
-    if "error" in said:
-        raise StoreError(said["error"])
-    outcomes = said.get("outcomes")
-    if outcomes and not (late and outcomes[0].status == "stopped"):
-        return outcomes  # what it said counts, however it ended after that
-    stopped = should_kill() or (outcomes is None and should_stop() and not late)
-    begun = "begun" in said
-    if not begun and not stopped and (process.exitcode or 0) >= 0:
-        raise StartError(_why_no_start(process.exitcode))
-    if job.beside or stopped or not begun:
-        return [
-            Outcome(one.spec.key, "stopped") for one in job.each()
-        ]  # died because it was told to: no failure
-    return [
-        record_loss(
-            job,
-            f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode),
-        )
-    ]
+            process.join()
+            receiver.close()
+
+    def _receive(self) -> None:
+        """Read one message."""
+        try:
+            kind, content = self.receiver.recv()
+        except (
+            EOFError,
+            OSError,
+        ):  # the end, or the process was killed in the middle of a message
+            self._is_pipe_open = False
+            return
+        self.messages[kind] = content
+        if kind == "started":
+            self._start_time = time.monotonic()
+            self.on_start(content)
+
+    def _end_if_needed(
+        self, should_stop: Callable[[], bool], should_kill: Callable[[], bool]
+    ) -> None:
+        """Ask the process to end, or kill it."""
+        now = time.monotonic()
+        self.is_late = self.is_late or now - self._start_time > self.timeout
+        if self._stop_time == math.inf and (self.is_late or should_stop()):
+            self.process.terminate()  # the run writes its checkpoint at the end of the step
+            self._stop_time = now
+
+        # A run that hangs never comes to the end of its step; one that was stopped may take its time to write.
+        grace_is_over = self.is_late and now - self._stop_time > GRACE_SECONDS
+        if should_kill() or grace_is_over:
+            self.process.kill()
+
+
+def _job_outcomes(
+    job: Job,
+    supervision: _Supervision,
+    should_stop: Callable[[], bool],
+    should_kill: Callable[[], bool],
+) -> list[Outcome]:
+    """Return the outcomes of a job whose process has ended."""
+    messages, is_late = supervision.messages, supervision.is_late
+    exitcode = supervision.process.exitcode
+    if "error" in messages:
+        raise StoreError(messages["error"])
+
+    outcomes = messages.get("outcomes")
+    if outcomes and not (is_late and outcomes[0].status == "stopped"):
+        return outcomes  # valid however the process ended after that
+
+    stopped = should_kill() or (outcomes is None and should_stop() and not is_late)
+    begun = "begun" in messages
+    if not begun and not stopped and (exitcode or 0) >= 0:
+        raise StartError(_explain_failed_start(exitcode))
+
+    if job.beside or stopped or not begun:  # no failure of the runs
+        return [Outcome(single.spec.key, "stopped") for single in job.each()]
+
+    reason = _cause_of(exitcode)
+    if is_late:
+        reason = f"took longer than {supervision.timeout:g} s"
+    return [record_loss(job, reason)]
 
 
 def check_start() -> None:
@@ -146,28 +214,32 @@ def check_start() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(NO_GUARD)
-    raise StartError(_why_no_start(NO_GUARD))
+    raise StartError(_explain_failed_start(NO_GUARD))
 
 
-def _why_no_start(exitcode: int | None) -> str:
+def _explain_failed_start(exitcode: int | None) -> str:
+    """Return why a run process could not start, and what to change in the script."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    guard = f'put what the script does under `if __name__ == "__main__":`{f" in {script}" if script else ""}'
+    guard = 'put what the script does under `if __name__ == "__main__":`'
+    if script:
+        guard += f" in {script}"
+
     if exitcode == NO_GUARD:
-        why = "every process of a run imports the script again, and there it starts the sweep again"
+        reason = "every process of a run imports the script again, and there it starts the sweep again"
     else:
-        why = f"the process of a run ended with status {exitcode} before it had begun; what it printed is above"
+        reason = f"the process of a run ended with status {exitcode} before it had begun; what it printed is above"
         if script:
             guard = f"such a process imports the script again: if the error comes from there, {guard}"
         else:
             guard = "mend what it names"
-    return f"a run could not be started, and nothing of it was stored: {why}; {guard}, or take workers=0"
+    return f"a run could not be started, and nothing of it was stored: {reason}; {guard}, or take workers=0"
 
 
 @contextmanager
 def _importable_main() -> Iterator[None]:
-    """Hide the path of a main script that is in no file, as one from stdin, for a ``with`` block.
+    """Hide the path of a main script that is no file, such as stdin, for a ``with`` block.
 
-    A new process would look for it. What a run does comes from modules alone.
+    A new process would try to import it, although a run needs only modules.
     """
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -186,20 +258,20 @@ def _importable_main() -> Iterator[None]:
                 main.__file__ = path
 
 
-def record_loss(job: Job, why: str) -> Outcome:
+def record_loss(job: Job, reason: str) -> Outcome:
     """Store a failed row for a process that ended without one, unless it had appended its row or another has it."""
     key, store = job.spec.key, job.store
-    with stores.claim(store, key) as mine:
-        if not mine:
+    with stores.claim(store, key) as is_mine:
+        if not is_mine:
             return Outcome(key, "busy")
         log_file = stores.place(store, "logs", key)
-        last = _end_of(log_file)
+        last_lines = _end_of(log_file)
         with suppress(OSError), open(log_file, "a", encoding="utf-8") as f:
-            f.write(f"{why}\n")
+            f.write(f"{reason}\n")
         row: ResultRow = {
             **stores.describe(job.spec),
             "status": "failed",
-            "error": f"{why}\n{last}",
+            "error": f"{reason}\n{last_lines}",
         }
         return Outcome(key, "ran", stores.append_row(store, row))
 
@@ -208,13 +280,15 @@ def _end_of(path: Path, lines: int = 40) -> str:
     """Return the last lines of a log, without the list of modules that a crash dump ends with."""
     if not path.exists():
         return ""
-    said = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(
-        [line for line in said if not line.startswith("Extension modules:")][-lines:]
-    )
+    log_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    informative = [
+        line for line in log_lines if not line.startswith("Extension modules:")
+    ]
+    return "\n".join(informative[-lines:])
 
 
 def _cause_of(exitcode: int | None) -> str:
+    """Return how a run process ended: by a signal, or with a status."""
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
@@ -226,12 +300,12 @@ _starting = threading.Lock()
 
 
 def _context() -> Any:
-    """Return how processes start: forked from a server that has torch imported, so that a run starts in no time."""
+    """Return the multiprocessing context of runs: a fork server with torch imported, or spawn."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     with _starting:
-        # a task whose extra is not installed is left out there, and missed by its own runs only
+        # A task whose extra is not installed is skipped there; only its own runs need it.
         tasks = [
             experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()
         ]
@@ -261,7 +335,7 @@ def _context() -> Any:
 
 @contextmanager
 def unless_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give values to variables of the environment for a ``with`` block, to those that have none."""
+    """Set environment variables that have no value for a ``with`` block."""
     missing = {
         name: value for name, value in variables.items() if not os.environ.get(name)
     }
@@ -278,30 +352,35 @@ def _child(
     sender: Any,
     work: Callable[..., list[Outcome]],
     environment: dict[str, str],
-    known: StoreIndex | None,
+    index: StoreIndex | None,
 ) -> None:
+    """Run a job in the new process, and send its progress and its outcomes."""
+
     def send(kind: str, content: Any) -> None:
         with suppress(OSError):  # the sweep is gone; the row is in the store
             sender.send((kind, content))
+
+    def request_stop(number: int, frame: Any) -> None:
+        stop.set()
 
     send("begun", None)
     os.environ.update(
         environment
     )  # the server that this process comes from may be older than a change of it
-    remember(job.store, known)
+    remember(job.store, index)
     stop = threading.Event()
     for number in (
         signal.SIGINT,
         *PASSED_ON,
     ):  # they are for the sweep, which then asks with SIGTERM
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, request_stop)
     threading.Thread(target=_watch_parent, args=(stop,), daemon=True).start()
     _log_to(stores.place(job.store, "logs", job.spec.key))
     for spec in job.beside:
         with suppress(OSError):
-            said = f"trains beside {job.spec.key}, whose log is of both\n"
-            stores.place(job.store, "logs", spec.key).write_text(said, encoding="utf-8")
+            note = f"trains beside {job.spec.key}, whose log is of both\n"
+            stores.place(job.store, "logs", spec.key).write_text(note, encoding="utf-8")
     if job.gpu is not None:  # before CUDA starts
         visible = [
             v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v
@@ -318,6 +397,7 @@ def _child(
 
 
 def _watch_parent(stop: threading.Event) -> None:
+    """Request a stop when the sweep that started this process has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -325,12 +405,12 @@ def _watch_parent(stop: threading.Event) -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Send everything this process writes, and what Python says when it crashes, to a file."""
+    """Redirect stdout, stderr, the log and Python's crash dump of this process to a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
-        return  # a log is no reason to lose a run; the store itself was tried before
+        return  # a missing log must not lose a run; the store was checked before
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
