@@ -147,9 +147,8 @@ def selects_runs(command: Callable[..., None]) -> Callable[..., None]:
     options = [
         _option(name, text) for name, text in (PARAMETER_HELP | FILTER_HELP).items()
     ]
-    with_selection.__signature__ = signature.replace(
-        parameters=[*other_parameters, *options]
-    )  # type: ignore[attr-defined]
+    parameters = [*other_parameters, *options]
+    with_selection.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return with_selection
 
 

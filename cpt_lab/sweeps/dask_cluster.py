@@ -1,4 +1,4 @@
-"""The same runs on a Dask cluster: an existing scheduler, or one inside this process that takes work from nobody else.
+"""Sweeps on a Dask cluster: an existing scheduler, or one inside this process that only this sweep uses.
 
 Workers need this package, the data, and the folder of the store on a file system that all of them share. Every run is
 a process of its own beside its worker, so a run that dies does not take the worker with it; when a worker dies, its
@@ -34,14 +34,14 @@ from cpt_lab.training.device import choose_device
 with explain_missing_extra("cluster"):
     import distributed
 
-STOP_SECONDS = 2.0  # how often a worker asks whether the sweep was stopped
+STOP_SECONDS = 2.0  # how often a worker reads whether the sweep was stopped
 CONNECT_SECONDS = 20
 
 
 def dask_outcomes(
     jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]
 ) -> Iterator[Outcome]:
-    """Send the jobs to a cluster and yield what becomes of them.
+    """Send jobs to a cluster and yield their outcomes.
 
     One job takes one thread of a worker. Where workers of an existing cluster have a resource ``GPU``, it takes
     ``1 / per_gpu`` of it. ``slots`` are the runs at a time on this machine, each with its GPU or None.
@@ -54,75 +54,73 @@ def dask_outcomes(
         DeviceNotFoundError: when the worker that was asked has no GPU for runs that want one.
     """
     options, store = jobs[0].options, jobs[0].store
-    sign = store.with_name(f"{store.stem}.{uuid.uuid4().hex}.sweep")
-    sign.write_text("go", encoding="utf-8")
+    flag_file = store.with_name(f"{store.stem}.{uuid.uuid4().hex}.sweep")
+    flag_file.write_text("go", encoding="utf-8")
     try:
         with _client(options.scheduler, len(slots)) as client:
             submit = partial(client.submit, pure=False)
             recipes = {job.spec.recipe: job.spec for job in jobs}
-            # before any worker is there: a cluster that grows with its work starts none for a sweep that only waits
+            # Submitted before any worker exists: a cluster that grows with its work starts none for a waiting sweep.
             checks = {
                 submit(
                     _check,
                     spec,
                     options.device,
-                    str(sign),
-                    resources=_share(client, options),
+                    str(flag_file),
+                    resources=_gpu_share(client, options),
                 ): spec
                 for spec in recipes.values()
             }
             if not client.nthreads():
-                live.note, at = "waiting for workers", client.scheduler.address
-                said = f"{len(jobs)} runs wait for workers of the Dask scheduler at {at}: none yet"
-                tqdm.write(said, sys.stderr)  # a log shows no bar
+                live.note = "waiting for workers"
+                address = client.scheduler.address
+                message = f"{len(jobs)} runs wait for workers of the Dask scheduler at {address}: none yet"
+                tqdm.write(message, sys.stderr)  # a log shows no bar
             rows = load_rows(store)
-            for check, spec in _results(client, checks, signals, live, sign):
+            for check, spec in _finished(client, checks, signals, live, flag_file):
                 live.note = ""
-                check_same_data(
-                    store, rows, spec, check.result()
-                )  # raises what was raised there, too
+                checksum = check.result()  # raises what the worker raised
+                check_same_data(store, rows, spec, checksum)
             if not signals.stop.is_set():
-                share = _share(client, options)
+                share = _gpu_share(client, options)
                 futures = {
-                    submit(_work, job, str(sign), slots, resources=share): job
+                    submit(_work, job, str(flag_file), slots, resources=share): job
                     for job in jobs
                 }
-                for future, job in _results(client, futures, signals, live, sign):
-                    live.at_once = sum(client.nthreads().values())
-                    died = isinstance(future.exception(), distributed.KilledWorker)
-                    why = "its workers died again and again"
-                    yield from (
-                        [record_loss(one, why) for one in job.each()]
-                        if died
-                        else future.result()
-                    )
+                for future, job in _finished(client, futures, signals, live, flag_file):
+                    live.concurrent_runs = sum(client.nthreads().values())
+                    if isinstance(future.exception(), distributed.KilledWorker):
+                        reason = "its workers died again and again"
+                        for single in job.each():
+                            yield record_loss(single, reason)
+                    else:
+                        yield from future.result()
     finally:
         with suppress(OSError):
-            sign.write_text(
-                "stop", encoding="utf-8"
-            )  # to the runs that a second Ctrl-C or an error leaves behind
-            sign.unlink()
+            # For the runs that a second Ctrl-C or an error leaves behind.
+            flag_file.write_text("stop", encoding="utf-8")
+            flag_file.unlink()
 
 
-def _results(
-    client: Any, futures: dict[Any, Any], signals: Signals, live: Live, sign: Path
+def _finished(
+    client: Any, futures: dict[Any, Any], signals: Signals, live: Live, flag_file: Path
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the futures as they end, all of them: a sweep that stops waits for the checkpoints of its runs."""
+    """Yield all futures with their values as they end; a stopped sweep waits for the checkpoints of its runs."""
     pending = set(futures)
     while pending:
         live.refresh()
-        if signals.stop.is_set() and sign.read_text(encoding="utf-8") != "stop":
-            sign.write_text("stop", encoding="utf-8")
+        if signals.stop.is_set() and flag_file.read_text(encoding="utf-8") != "stop":
+            flag_file.write_text("stop", encoding="utf-8")
         for future in [f for f in pending if f.done()]:
             pending.discard(future)
             yield future, futures[future]
         if signals.stop.is_set() and not client.nthreads():
-            return  # no worker is there who could end the rest
+            return  # no worker is left that could end the others
         time.sleep(0.1)
 
 
-def _share(client: Any, options: SweepOptions) -> dict[str, float] | None:
-    """Return what a run takes of the GPUs of a cluster whose workers say that they have some."""
+def _gpu_share(client: Any, options: SweepOptions) -> dict[str, float] | None:
+    """Return the Dask resources of a run: a share of a GPU, on a cluster whose workers have the resource."""
     workers = client.scheduler_info()["workers"].values()
     gpus = options.scheduler is not None and any(
         worker["resources"].get("GPU") for worker in workers
@@ -130,41 +128,48 @@ def _share(client: Any, options: SweepOptions) -> dict[str, float] | None:
     return {"GPU": 1 / (options.per_gpu or 1)} if gpus else None
 
 
-def _check(spec: RunSpec, device: str, sign: str) -> str:
-    _told_to_stop(sign)
+def _check(spec: RunSpec, device: str, flag_file: str) -> str:
+    """Check store, device and data on a worker; return the checksum of the data."""
+    _should_stop(flag_file)
     choose_device(device, spec)
     return task_of(spec)(spec, torch.device("cpu")).data.checksum
 
 
-def _told_to_stop(sign: str) -> bool:
+def _should_stop(flag_file: str) -> bool:
+    """Return whether the sweep has asked its workers to stop.
+
+    Raises:
+        ValueError: when the worker does not see the folder of the store.
+    """
     try:
-        return Path(sign).read_text(encoding="utf-8") == "stop"
+        return Path(flag_file).read_text(encoding="utf-8") == "stop"
     except FileNotFoundError:
         raise ValueError(
-            f"the worker at {distributed.get_worker().address} does not see {Path(sign).parent}: the store must be on "
-            "a file system that all workers share (set CPT_RUNS_DIR)"
+            f"the worker at {distributed.get_worker().address} does not see {Path(flag_file).parent}: "
+            "the store must be on a file system that all workers share (set CPT_RUNS_DIR)"
         ) from None
 
 
-def _work(job: Job, sign: str, slots: list[int | None]) -> list[Outcome]:
-    """What a worker does: one job in a process of its own."""
-    if _told_to_stop(sign):
-        return [Outcome(one.spec.key, "stopped") for one in job.each()]
-    # Dask's nannies mark their workers as daemons, which may not start processes; ours end by themselves when the
-    # worker dies.
+def _work(job: Job, flag_file: str, slots: list[int | None]) -> list[Outcome]:
+    """Run one job on a worker, in a process of its own."""
+    if _should_stop(flag_file):
+        return [Outcome(single.spec.key, "stopped") for single in job.each()]
+    # Dask's nannies mark their workers as daemons, which may not start processes; the processes of runs end by
+    # themselves when the worker dies.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    asked, told = time.monotonic(), False
+    read_time = time.monotonic()
+    is_stopped = False
 
     def stopped() -> bool:
-        nonlocal asked, told
-        if not told and time.monotonic() - asked > STOP_SECONDS:
+        nonlocal read_time, is_stopped
+        if not is_stopped and time.monotonic() - read_time > STOP_SECONDS:
             with suppress(OSError):
-                told = (
-                    not Path(sign).exists()
-                    or Path(sign).read_text(encoding="utf-8") == "stop"
+                file = Path(flag_file)
+                is_stopped = (
+                    not file.exists() or file.read_text(encoding="utf-8") == "stop"
                 )
-                asked = time.monotonic()
-        return told
+                read_time = time.monotonic()
+        return is_stopped
 
     worker = distributed.get_worker()
     if slots:  # a cluster of this machine, whose workers are numbered
@@ -176,6 +181,7 @@ def _work(job: Job, sign: str, slots: list[int | None]) -> list[Outcome]:
 
 @contextmanager
 def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
+    """Connect to a scheduler, or start one in this process, for a ``with`` block."""
     if scheduler is not None:
         try:
             client = distributed.Client(scheduler, timeout=CONNECT_SECONDS)
@@ -189,9 +195,9 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
                     error, distributed.comm.CommClosedError
                 ):
                     raise  # a worker's error, or the store's
-                gone = f"the Dask scheduler at {scheduler} is gone; its runs write checkpoints"
                 raise ConnectionError(
-                    f"{gone}, and the same command goes on from there"
+                    f"the Dask scheduler at {scheduler} is gone; its runs write checkpoints, "
+                    "and the same command goes on from there"
                 ) from None
         return
     with (

@@ -1,7 +1,7 @@
 """Processes of runs: start a job in a new process, watch it, and record a failure if it dies.
 
-``supervise`` starts the process, passes on requests to stop, and enforces the timeout of a run. The process, ``_child``,
-reports over a pipe that it has begun, that a run has started, and the outcomes. New processes are forked from a server
+``supervise`` starts the process, passes on requests to stop, and enforces the timeout of a run. The process reports
+over a pipe that it has begun, that a run has started, and the outcomes. New processes are forked from a server
 that has torch imported, so that a run starts in milliseconds.
 """
 

@@ -17,15 +17,15 @@ from cpt_lab.sweeps.worker import Outcome
 
 
 class Signals:
-    """Ctrl-C once sets ``stop``, twice ``kill``; so does SIGTERM, which clusters send before they end a job.
+    """Signal handlers of a sweep: Ctrl-C or SIGTERM sets ``stop``, a second one ``kill``.
 
-    Those of ``PASSED_ON`` set ``stop`` alone, however often they come: terminals and batch systems send several at
-    once. One that is ignored, as SIGHUP under ``nohup``, stays so.
+    Clusters send SIGTERM before they end a job. The signals in ``PASSED_ON`` set ``stop`` alone, however often they
+    come: terminals and batch systems send several at once. One that is ignored, as SIGHUP under ``nohup``, stays so.
     """
 
     def __init__(self) -> None:
         self.stop, self.kill = threading.Event(), threading.Event()
-        self.asked = 0.0
+        self._stop_time = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -39,7 +39,7 @@ class Signals:
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.stop.is_set() and (
-            number in PASSED_ON or time.monotonic() - self.asked < 0.5
+            number in PASSED_ON or time.monotonic() - self._stop_time < 0.5
         ):
             return  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
         if self.stop.is_set():
@@ -48,7 +48,7 @@ class Signals:
                 "stopped at once; the runs go on from their last checkpoints"
             )
         self.stop.set()
-        self.asked = time.monotonic()
+        self._stop_time = time.monotonic()
         _announce(
             "\nstopping: the runs write their checkpoints; press Ctrl-C again to stop at once\n"
         )
@@ -67,8 +67,8 @@ def _announce(text: str) -> None:
 
 
 @contextmanager
-def _to_somebody() -> Iterator[None]:
-    """Write to stderr inside a ``with`` block, unless nobody can read it any more."""
+def _ignoring_closed_terminal() -> Iterator[None]:
+    """Silence stderr if writing to it fails in a ``with`` block, as after the terminal was closed."""
     try:
         yield
     except OSError:
@@ -77,23 +77,25 @@ def _to_somebody() -> Iterator[None]:
 
 def note(text: str) -> None:
     """Write a line to stderr, above a bar that is shown there."""
-    with _to_somebody():
+    with _ignoring_closed_terminal():
         tqdm.write(text, sys.stderr)
 
 
 class Live:
-    """The bar of a sweep: runs done, running and failed, a remark, and tqdm's estimate of the time left.
+    """Progress bar of a sweep: runs done, running and failed, a note, and tqdm's estimate of the time left.
 
-    With ``progress`` None it is shown to people only, in a terminal or a notebook.
+    With ``progress`` None it is shown in a terminal or a notebook, but not in a log file.
     """
 
     def __init__(self, total: int, progress: bool | None) -> None:
-        self.total, self.done, self.failed = total, 0, 0
+        self.total = total
+        self.finished_runs = 0
+        self.failed = 0
         self.running: set[str] = set()
-        self.steps = self.of_steps = (
-            0  # that the run in this process has done, where runs go one by one
-        )
-        self.at_once = 0  # runs at a time, where they do not say that they have started
+        # Steps of the run in this process, where runs go one by one.
+        self.steps = 0
+        self.total_steps = 0
+        self.concurrent_runs = 0  # for executors that do not report the start of a run
         self.note = ""
         self.bar = progress_bar(
             "runs",
@@ -110,45 +112,51 @@ class Live:
 
     def __exit__(self, *exception: Any) -> None:
         self.refresh()
-        with _to_somebody():
+        with _ignoring_closed_terminal():
             self.bar.close()
 
-    def started(self, key: str) -> None:
-        """Note that a run has started."""
+    def start(self, key: str) -> None:
+        """Count a run as running."""
         self.running.add(key)
         self.steps = 0
 
-    def stepped(self, steps: int) -> None:
-        """Note that the run in this process, of at most ``steps`` steps, has done one more; who waits does none."""
+    def count_step(self, total_steps: int) -> None:
+        """Count one more step of the run in this process; a run that waits for another sweep does none."""
         if self.running:
-            self.steps, self.of_steps = self.steps + 1, steps
+            self.steps += 1
+            self.total_steps = total_steps
             self.refresh()
 
-    def ended(self, outcome: Outcome) -> None:
-        """Note what became of a run; one without a row is not done yet."""
+    def finish(self, outcome: Outcome) -> None:
+        """Count a run as finished or failed; a run without a row goes on later."""
         self.running.discard(outcome.key)
         self.steps = 0
-        if outcome.row is not None:
-            self.done += 1
-            self.failed += outcome.row["status"] == "failed"
-        self.refresh(ended=outcome.row is not None)
+        if outcome.row is None:
+            self.refresh()
+            return
+        self.finished_runs += 1
+        if outcome.row["status"] == "failed":
+            self.failed += 1
+        self.refresh(finished=1)
 
     def summary(self) -> str:
         """Return the counts in words."""
         failed = f", {self.failed} failed" if self.failed else ""
-        return f"{self.done - self.failed} of {self.total} missing runs done{failed}"
+        return f"{self.finished_runs - self.failed} of {self.total} missing runs done{failed}"
 
-    def refresh(self, ended: int = 0) -> None:
-        """Draw the bar anew, twice a second at most, with so many runs more that have ended."""
+    def refresh(self, finished: int = 0) -> None:
+        """Draw the bar again, at most twice a second, after ``finished`` more runs."""
         if self.bar.disable:
             return
-        running = len(self.running) or min(self.at_once, self.total - self.done)
-        step = f"step {self.steps} of {self.of_steps}" if self.steps else ""
+        running = len(self.running) or min(
+            self.concurrent_runs, self.total - self.finished_runs
+        )
+        step = f"step {self.steps} of {self.total_steps}" if self.steps else ""
         parts = [
             f"{running} running",
             f"{self.failed} failed",
             *filter(None, [step, self.note]),
         ]
-        with _to_somebody():
+        with _ignoring_closed_terminal():
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
-            self.bar.update(ended)
+            self.bar.update(finished)

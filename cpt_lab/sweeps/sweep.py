@@ -1,12 +1,15 @@
-"""Run a list of specs: skip what the store holds, keep going after a failure, resume what was interrupted.
+"""Sweeps: run a list of specs, skipping stored runs, continuing after failures and resuming interrupted runs.
 
-Any number of sweeps may share a store, on one machine or several: each run is done by one of them.
+``run_grid`` is the entry point. It checks the data and the store, splits the missing specs into jobs, and gives them to
+an executor: this process, several processes on this machine, or a Dask cluster. Any number of sweeps may share a
+store, on one machine or several: every run is claimed, and trained, by one of them.
 
 >>> from cpt_lab.experiments import designs
 >>> specs = designs.quality_cost("smoke", schedules=["CR"], static_bits=[])
 >>> rows = run_grid(specs, store=Path("runs/x.jsonl"))  # doctest: +SKIP
 """
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +44,8 @@ from cpt_lab.training import processes
 from cpt_lab.training.batched_runs import batching_pays
 from cpt_lab.training.device import choose_device, lay_out
 
-MAX_BATCHED_RUNS = 11  # runs side by side: of more each gains little, and all begin anew where their process dies
+# Runs that train in lockstep in one process: more gain little, and all start again if their process dies.
+MAX_BATCHED_RUNS = 11
 Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
 
 
@@ -51,9 +55,9 @@ def run_grid(
     options: SweepOptions | None = None,
     **changes: Any,
 ) -> list[ResultRow]:
-    """Run what the store does not hold yet and return the rows of all specs, in order.
+    """Run the specs that the store has no row of, and return the rows of all specs, in order.
 
-    A run, or several of a seed side by side, has a process of its own, and every run a claim that other sweeps respect
+    A run, or several of one seed in lockstep, has a process of its own, and every run a claim that other sweeps respect
     (see ``stores.claim``). A run that raises, dies or takes too long becomes a row with status "failed", and the others
     go on. Interrupted runs continue from their checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep
     ends with KeyboardInterrupt; twice: at once.
@@ -62,6 +66,7 @@ def run_grid(
     because the package was updated. ``rerun_old`` runs them again.
 
     Args:
+        specs: the runs; equal specs are run once.
         store: a file of JSON lines; made when it does not exist.
         options: how to run them; None takes ``SweepOptions()``.
         **changes: single options, such as ``workers=2``; see ``SweepOptions``.
@@ -89,42 +94,45 @@ def run_grid(
         if processes.count() > 1:
             _check_shared(spec, options)
         task_of(spec)
-    store = linked_file(
-        Path(store).absolute()
-    )  # the runs are other processes, maybe in another folder
+    # Runs are other processes, maybe with another working directory: they need the absolute path.
+    store = linked_file(Path(store).absolute())
     stores.check_writable(store)
-    held = {row["key"]: row for row in stores.load_rows(store)}
-    done = {key for key, row in held.items() if options.accepts(row)}
-    todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
-    _check_data(specs, todo, held.values(), store, options)
-    _warn_of_old_rows(
-        store, [held[spec.key] for spec in specs if spec.key in done], len(todo)
-    )
-    if todo:
+    row_by_key = {row["key"]: row for row in stores.load_rows(store)}
+    accepted_keys = {key for key, row in row_by_key.items() if options.accepts(row)}
+    missing_by_key = {spec.key: spec for spec in specs if spec.key not in accepted_keys}
+    missing = list(missing_by_key.values())
+    _check_data(specs, missing, row_by_key.values(), store, options)
+    accepted_rows = [
+        row_by_key[spec.key] for spec in specs if spec.key in accepted_keys
+    ]
+    _warn_of_old_rows(store, accepted_rows, len(missing))
+
+    if missing:
         check_sweep(store.parent, starts=options.workers != 0)
         stores.check_source(store, commit())
-        _sweep(_jobs(todo, store, options), _executor(todo, options), options.progress)
-        # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
-        held = {row["key"]: row for row in stores.load_rows(store)}
-    rows = [held[spec.key] for spec in specs]
-    # also of a process that was killed between its row and its checkpoint
-    stores.remove_checkpoints(
-        store, {row["key"] for row in rows if row["status"] != "failed"}
-    )
+        jobs = _jobs(missing, store, options)
+        _sweep(jobs, _executor(missing, options), options.progress)
+        # The store is read again, because another sweep may have trained some of the runs.
+        row_by_key = {row["key"]: row for row in stores.load_rows(store)}
+
+    rows = [row_by_key[spec.key] for spec in specs]
+    # A process may have been killed between its row and the removal of its checkpoint.
+    finished_keys = {row["key"] for row in rows if row["status"] != "failed"}
+    stores.remove_checkpoints(store, finished_keys)
     return rows
 
 
 def _warn_of_old_rows(store: Path, rows: list[ResultRow], missing: int) -> None:
-    """Warn that rows of other numerics answer for their runs, and say how to make them again."""
+    """Warn that rows of other numerics are used, and name the option that trains their runs again."""
     counts = count_numerics(rows)
     if set(counts) <= {NUMERICS}:
         return
-    others = (
-        f"; the {missing} missing runs will have numerics {NUMERICS}" if missing else ""
-    )
+    mixture = ""
+    if missing:
+        mixture = f"; the {missing} missing runs will have numerics {NUMERICS}"
     warnings.warn(
         f"{store} answers for {len(rows)} of these runs with {describe_counts(counts)}, and numerics {NUMERICS} are "
-        f"today's{others}: equal seeds gave other noise, so do not compare across numerics. The rows are used as they "
+        f"today's{mixture}: equal seeds gave other noise, so do not compare across numerics. The rows are used as they "
         "are; rerun_old=True (`cpt run GRID --rerun-old`) runs the old ones again and keeps both, and another store "
         "(CPT_RUNS_DIR) starts afresh",
         OtherNumericsWarning,
@@ -133,12 +141,16 @@ def _warn_of_old_rows(store: Path, rows: list[ResultRow], missing: int) -> None:
 
 
 def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
-    """Refuse what several processes that torchrun started cannot train together."""
-    recipe, among = spec.recipe, processes.count()
-    if not hasattr(task_of(spec), "shared_batches") or recipe.batch % among:
-        what = f"batches of {recipe.batch} of {recipe.dataset} ({recipe.task}): images and sentence pairs alone"
+    """Refuse runs and options that several processes of torchrun cannot train together.
+
+    Raises:
+        ValueError: names the reason.
+    """
+    recipe, process_count = spec.recipe, processes.count()
+    if not hasattr(task_of(spec), "shared_batches") or recipe.batch % process_count:
         raise ValueError(
-            f"{among} processes cannot share {what}, and a number that divides the batch"
+            f"{process_count} processes cannot share batches of {recipe.batch} of {recipe.dataset} ({recipe.task}): "
+            "images and sentence pairs alone, and a number that divides the batch"
         )
     if options.executor == "dask" or options.workers:
         raise ValueError(
@@ -147,34 +159,35 @@ def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
 
 
 def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
+    """Return the function that runs jobs: on a Dask cluster, in this process, or in several."""
     if options.executor == "dask":
         from cpt_lab.sweeps.dask_cluster import dask_outcomes
 
-        return partial(
-            dask_outcomes,
-            slots=_slots(specs, options) if options.scheduler is None else [],
-        )
-    return (
-        _here
-        if options.workers == 0 or processes.count() > 1
-        else partial(_local, slots=_slots(specs, options))
-    )
+        slots = _slots(specs, options) if options.scheduler is None else []
+        return partial(dask_outcomes, slots=slots)
+
+    if options.workers == 0 or processes.count() > 1:
+        return _in_this_process
+    return partial(_in_processes, slots=_slots(specs, options))
 
 
 def _check_data(
     specs: list[RunSpec],
-    todo: list[RunSpec],
+    missing: list[RunSpec],
     rows: Iterable[ResultRow],
     store: Path,
     options: SweepOptions,
 ) -> None:
-    """Refuse missing and changed data here, and not in every run alone; the workers of a cluster look for themselves.
+    """Refuse missing and changed data once, before every run would; the workers of a cluster check theirs.
 
-    Where nothing is to be run the rows are enough, but one's own data are looked at if they are there.
+    A recipe whose runs are all stored needs no data, but the user's own files are checked if they exist.
     """
-    here = set() if options.executor == "dask" else {spec.recipe for spec in todo}
+    local_recipes = set()
+    if options.executor != "dask":
+        local_recipes = {spec.recipe for spec in missing}
+
     for spec in _recipes(specs):
-        if spec.recipe in here:
+        if spec.recipe in local_recipes:
             choose_device(options.device, spec)
             check_data(spec.recipe)
         elif not is_own(spec.recipe.dataset):
@@ -182,11 +195,11 @@ def _check_data(
         try:
             task = task_of(spec)(spec, torch.device("cpu"))
         except FileNotFoundError:
-            if spec.recipe in here:
+            if spec.recipe in local_recipes:
                 raise
         else:
             stores.check_same_data(store, rows, spec, task.data.checksum)
-            if spec.recipe in here:
+            if spec.recipe in local_recipes:
                 _print_data_report(spec, task.data.report)
             if spec.recipe.channels_last:
                 lay_out(task.model(), spec.recipe)
@@ -198,42 +211,50 @@ _printed: set[tuple[str, str]] = (
 
 
 def _print_data_report(spec: RunSpec, report: DataReport) -> None:
-    """Print a data report to stderr before training, once per process; embedded data always have the same."""
+    """Print a data report to stderr before training, once per process; embedded data sets need none."""
     dataset = spec.recipe.dataset
-    named = EXPERIMENTS[spec.recipe.task].named.get(dataset)
-    if (dataset, report.digest) in _printed or (named is not None and named.embedded):
+    description = EXPERIMENTS[spec.recipe.task].named.get(dataset)
+    is_embedded = description is not None and description.embedded
+    if is_embedded or (dataset, report.digest) in _printed:
         return
     _printed.add((dataset, report.digest))
     note(str(report))
 
 
 def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
-    """Return a spec of every recipe: its runs share data, memory and devices."""
+    """Return one spec per recipe: runs of one recipe share data, memory and devices."""
     return list({spec.recipe: spec for spec in specs}.values())
 
 
 def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
-    with (
-        Signals() as signals,
-        Live(sum(1 + len(job.beside) for job in jobs), progress) as live,
-    ):
+    """Run jobs until every run has a row; wait for the runs that other sweeps have claimed.
+
+    Raises:
+        KeyboardInterrupt: when the sweep was stopped, after the runs have written their checkpoints.
+    """
+    run_count = sum(1 + len(job.beside) for job in jobs)
+    with Signals() as signals, Live(run_count, progress) as live:
         while jobs and not signals.stop.is_set():
-            again = set()
+            unfinished_keys = set()
             for outcome in execute(jobs, signals, live):
-                live.ended(outcome)
+                live.finish(outcome)
                 if outcome.row is None:
-                    again.add(outcome.key)
-            # Another sweep has these (wait for it, and take over if it dies), or somebody ended their processes.
-            each = [
-                replace(one, wait=True, beside=()) for job in jobs for one in job.each()
+                    unfinished_keys.add(outcome.key)
+
+            # Another sweep has these runs (wait for it, and take over if it dies), or somebody ended their processes.
+            single_jobs = [
+                replace(single, wait=True, beside=())
+                for job in jobs
+                for single in job.each()
             ]
-            jobs = [job for job in each if job.spec.key in again]
-            if (
-                jobs and not live.note and not signals.stop.is_set()
-            ):  # a log shows no bar
+            jobs = [job for job in single_jobs if job.spec.key in unfinished_keys]
+            if jobs and not live.note and not signals.stop.is_set():
+                # A log file shows no progress bar, so it needs this line.
                 first = stores.place(jobs[0].store, "locks", jobs[0].spec.key)
-                said = "runs of another sweep, or of processes that somebody ended"
-                note(f"{said}: {len(jobs)}; waiting for {first}")
+                note(
+                    "runs of another sweep, or of processes that somebody ended: "
+                    f"{len(jobs)}; waiting for {first}"
+                )
             live.note = "waiting for another sweep" if jobs else ""
         if signals.stop.is_set():
             raise KeyboardInterrupt(
@@ -242,22 +263,23 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
 
 
 def _jobs(specs: list[RunSpec], store: Path, options: SweepOptions) -> list[Job]:
-    """Return the jobs of these runs: of one recipe and seed as many to a process as the options say."""
-    alike: dict[Any, list[RunSpec]] = {}
+    """Split runs into jobs: runs of one recipe and seed share a process, as many as the options say."""
+    groups: dict[Any, list[RunSpec]] = {}
     for spec in specs:
-        alike.setdefault((spec.recipe, spec.seed), []).append(spec)
+        groups.setdefault((spec.recipe, spec.seed), []).append(spec)
+
     jobs = []
-    for part in alike.values():
-        count = -(
-            -len(part) // _together(part[0], len(specs), options)
-        )  # of processes, as even as can be
-        for first, *rest in (part[i::count] for i in range(count)):
-            jobs.append(Job(first, store, options, beside=tuple(rest)))
+    for group in groups.values():
+        runs_per_job = _runs_per_job(group[0], len(specs), options)
+        job_count = math.ceil(len(group) / runs_per_job)
+        for i in range(job_count):  # jobs of sizes as equal as possible
+            first, *others = group[i::job_count]
+            jobs.append(Job(first, store, options, beside=tuple(others)))
     return jobs
 
 
-def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
-    """Return how many runs of a recipe train side by side, of ``count`` that are to be done."""
+def _runs_per_job(spec: RunSpec, count: int, options: SweepOptions) -> int:
+    """Return how many runs of a recipe train in lockstep, if the sweep has ``count`` runs."""
     on_gpu = choose_device(options.device, spec) != "cpu"
     if options.together is not None:
         if on_gpu and options.together > 1:
@@ -265,9 +287,10 @@ def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
                 f"together={options.together} is for the CPU; a GPU replays the steps of every run"
             )
         return options.together
-    elsewhere = on_gpu or options.executor != "local" or processes.count() > 1
+    is_distributed = options.executor != "local" or processes.count() > 1
     if (
-        elsewhere
+        on_gpu
+        or is_distributed
         or options.workers == 0
         or options.timeout
         or spec.scale == "paper"
@@ -275,11 +298,14 @@ def _together(spec: RunSpec, count: int, options: SweepOptions) -> int:
     ):
         return 1
     workers = options.workers or max(1, usable_cores() // options.threads)
-    return min(MAX_BATCHED_RUNS, -(-count // workers))
+    return min(MAX_BATCHED_RUNS, math.ceil(count / workers))
 
 
-def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
-    before = torch.get_num_threads()
+def _in_this_process(
+    jobs: list[Job], signals: Signals, live: Live
+) -> Iterator[Outcome]:
+    """Run jobs one after the other in this process."""
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(jobs[0].options.threads)
     try:
         for job in jobs:
@@ -289,47 +315,49 @@ def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
             def should_stop(
                 steps: int = job.spec.recipe.steps * (1 + len(job.beside)),
             ) -> bool:
-                live.stepped(steps)  # it is asked after every step
+                live.count_step(steps)  # this function is called after every step
                 return signals.stop.is_set()
 
-            yield from run_all(job, should_stop, live.started)
+            yield from run_all(job, should_stop, live.start)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
-def _local(
+def _in_processes(
     jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]
 ) -> Iterator[Outcome]:
-    """Several jobs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
-    free = deque(slots)  # one for every thread
+    """Run several jobs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
+    free_slots = deque(slots)  # one per thread
 
     def work(job: Job) -> list[Outcome]:
         if signals.stop.is_set():
-            return [Outcome(one.spec.key, "stopped") for one in job.each()]
-        gpu = free.popleft()
+            return [Outcome(single.spec.key, "stopped") for single in job.each()]
+        gpu = free_slots.popleft()
         try:
             return supervise(
                 replace(job, gpu=gpu, sharing=len(slots)),
                 should_stop=signals.stop.is_set,
                 should_kill=signals.kill.is_set,
-                on_start=live.started,
+                on_start=live.start,
             )
         except (
             Exception
-        ):  # the store cannot be written: nothing more is started, the others stop
+        ):  # such as a full disk: no further run starts, and the others stop
             signals.stop.set()
             raise
         finally:
-            free.append(gpu)
+            free_slots.append(gpu)
 
     problem: BaseException | None = None
     with ThreadPoolExecutor(len(slots)) as pool:
         pending = {pool.submit(work, job) for job in jobs}
         try:
             while pending:
-                ended, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                finished, pending = wait(
+                    pending, timeout=0.2, return_when=FIRST_COMPLETED
+                )
                 live.refresh()
-                for future in ended:
+                for future in finished:
                     problem = future.exception() or problem
                     if future.exception() is None:
                         yield from future.result()
@@ -338,34 +366,43 @@ def _local(
                 signals.kill.set()
                 signals.stop.set()
     if problem is not None:
-        raise problem  # only now: the other runs have written their checkpoints
+        raise problem  # after the other runs have written their checkpoints
 
 
 def _slots(specs: Sequence[RunSpec], options: SweepOptions) -> list[int | None]:
-    """Return one entry per run at a time: the number of its GPU, round robin, or None for the CPU."""
+    """Return one entry per concurrent run: the index of its GPU, round robin, or None for the CPU."""
     cores = max(1, usable_cores() // options.threads)
-    gpus = torch.cuda.device_count()
-    if gpus == 0 or all(choose_device(options.device, spec) == "cpu" for spec in specs):
-        return [None] * (options.workers or cores)
-    workers = options.workers or gpus * (
-        options.per_gpu or _fitting(specs, options.device, gpus, cores)
+    gpu_count = torch.cuda.device_count()
+    if gpu_count == 0 or all(
+        choose_device(options.device, spec) == "cpu" for spec in specs
+    ):
+        worker_count = options.workers or cores
+        return [None] * worker_count
+
+    if options.workers:
+        worker_count = options.workers
+    else:
+        per_gpu = options.per_gpu or _fitting(specs, options.device, gpu_count, cores)
+        worker_count = gpu_count * per_gpu
+    return [i % gpu_count for i in range(worker_count)]
+
+
+def _fitting(specs: Sequence[RunSpec], device: str, gpu_count: int, cores: int) -> int:
+    """Return how many runs of the most demanding recipe fit on each GPU."""
+    total = min(
+        torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count)
     )
-    return [i % gpus for i in range(workers)]
-
-
-def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> int:
-    total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
     try:
-        found = [
+        timings = [
             cached_timing(spec, device) or measure(spec, device)
             for spec in _recipes(specs)
         ]
     except RuntimeError:
-        return 1  # one of them does not run at all: it will fail alone, with its reason
-    on_gpu, on_host = (
-        max(f.peak_memory for f in found),
-        max(f.host_memory for f in found),
-    )
+        return 1  # a recipe that does not run at all will fail alone, with its reason
     return runs_per_gpu(
-        on_gpu, total, on_host, usable_memory() // gpus, max(1, cores // gpus)
+        on_gpu=max(timing.peak_memory for timing in timings),
+        gpu_memory=total,
+        on_host=max(timing.host_memory for timing in timings),
+        memory=usable_memory() // gpu_count,
+        cores=max(1, cores // gpu_count),
     )

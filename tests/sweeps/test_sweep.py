@@ -623,7 +623,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.stop.is_set()
         assert not signals.kill.is_set()
-        signals.asked -= 1
+        signals._stop_time -= 1
         refused(
             "stopped at once",
             signals._handle,
@@ -805,33 +805,35 @@ def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(
         return capsys.readouterr().err.split("\r")[-1]
 
     with Live(4, progress=True) as live:
-        live.started("a")
-        live.started("b")
+        live.start("a")
+        live.start("b")
         live.note = "a remark"
-        said = shown(live.ended, Outcome("a", "ran", {"status": "ok"}))
+        said = shown(live.finish, Outcome("a", "ran", {"status": "ok"}))
         assert "1/4 [00:10<00:30" in said
         assert "1 running, 0 failed, a remark]" in said
         assert "1/4 [00:20<01:00" in shown(
-            live.ended, Outcome("b", "busy")
+            live.finish, Outcome("b", "busy")
         )  # another sweep has it: not done
-        said = shown(live.ended, Outcome("c", "ran", {"status": "failed"}))
+        said = shown(live.finish, Outcome("c", "ran", {"status": "failed"}))
         assert "2/4 [00:30<00:30" in said
         assert "0 running, 1 failed" in said
         assert "2/4 [00:40<00:40" in shown(
             live.refresh
         )  # no run has ended, but the time goes on
-        live.at_once = 8
+        live.concurrent_runs = 8
         assert "2 running, 1 failed" in shown(live.refresh)  # no more than there are
         assert live.summary() == "1 of 4 missing runs done, 1 failed"
-        live.at_once = 0
+        live.concurrent_runs = 0
         assert "step" not in shown(
-            live.stepped, 8
+            live.count_step, 8
         )  # it waits for another sweep, and does none
-        live.started("d")
-        live.stepped(8)
-        assert "1 running, 1 failed, step 2 of 8, a remark]" in shown(live.stepped, 8)
-        live.ended(Outcome("d", "ran", {"status": "ok"}))
-        live.started("e")
+        live.start("d")
+        live.count_step(8)
+        assert "1 running, 1 failed, step 2 of 8, a remark]" in shown(
+            live.count_step, 8
+        )
+        live.finish(Outcome("d", "ran", {"status": "ok"}))
+        live.start("e")
         assert "1 running, 1 failed, a remark]" in shown(live.refresh)
 
 
@@ -840,7 +842,9 @@ def test_the_bar_moves_with_every_step_of_a_run_in_this_process(tmp_path, monkey
     monkeypatch.setattr(
         Live,
         "refresh",
-        lambda self, ended=0: seen.append((self.done, self.steps, self.of_steps)),
+        lambda self, finished=0: seen.append(
+            (self.finished_runs, self.steps, self.total_steps)
+        ),
     )
     run_grid(specs_of("CR", "RR", steps=8, n_cycles=1), tmp_path / "x.jsonl", workers=0)
     steps = [(done, step, 8) for done in range(2) for step in range(1, 9)]
