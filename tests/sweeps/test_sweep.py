@@ -910,7 +910,7 @@ def test_runs_at_the_same_time_share_the_machine(tmp_path, monkeypatch):
     )
     shares = [
         o.row["sharing"]
-        for o in sweep_module._local(jobs, signals, live, slots=[None] * 3)
+        for o in sweep_module._in_processes(jobs, signals, live, slots=[None] * 3)
     ]
     assert shares == [3, 3]
 
