@@ -17,7 +17,7 @@ import torch
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.train import train
 
 SEEDS = range(12)
@@ -56,7 +56,9 @@ BANDS: dict[str, tuple[Callable[[str], list[RunSpec]], str, str, str]] = {
 
 def measured(specs: list[RunSpec], metric: str) -> list[float]:
     """Return the final test metric of every run."""
-    return [round(train(task_of(spec), spec).metric(metric), 4) for spec in specs]
+    return [
+        round(train(load_task_class(spec), spec).metric(metric), 4) for spec in specs
+    ]
 
 
 def main() -> None:

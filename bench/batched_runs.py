@@ -27,9 +27,9 @@ from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
 from cpt_lab.sweeps.process import ALLOCATOR
 from cpt_lab.sweeps.sweep import run_grid
-from cpt_lab.tasks.base import task_of
-from cpt_lab.training.batched_runs import together
-from cpt_lab.training.train import steps_of, train
+from cpt_lab.tasks.base import load_task_class
+from cpt_lab.training.batched_runs import run_batched
+from cpt_lab.training.train import train, training_steps
 
 RECIPES = {
     f"{r.dataset}/{r.model}": r
@@ -63,14 +63,16 @@ def seconds(clock: Callable[[], float], *timed: Callable[[], object]) -> list[fl
 def measured(name: str) -> dict[str, float]:
     """Return seconds of a run alone and of a sweep, and the ratios."""
     arms = specs(name, 0)
-    train(task_of(arms[0]), arms[0])  # data, kernels
+    train(load_task_class(arms[0]), arms[0])  # data, kernels
 
     def side_by_side(count: int) -> None:
-        together([steps_of(task_of(spec), spec) for spec in arms[:count]])
+        run_batched(
+            [training_steps(load_task_class(spec), spec) for spec in arms[:count]]
+        )
 
     alone, *beside = seconds(
         time.process_time,
-        lambda: train(task_of(arms[2]), arms[2]),
+        lambda: train(load_task_class(arms[2]), arms[2]),
         *(lambda n=n: side_by_side(n) for n in BESIDE),
     )
     whole = [spec for seed in range(2) for spec in specs(name, seed)]

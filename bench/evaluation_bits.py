@@ -22,7 +22,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
 from cpt_lab.studies.h7.arms import CASES
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.train import train
 
 TASKS, BITS, SEEDS = (
@@ -44,7 +44,7 @@ def qualities(name: str, trained: int, seed: int) -> dict[str, float]:
         f"static {trained}",
         "demo",
     )
-    task = task_of(spec)
+    task = load_task_class(spec)
     run = train(task, spec)
     model, data = run.model.eval(), task(spec, torch.device("cpu"))
     found: dict[str, float] = {}

@@ -35,7 +35,7 @@ from cpt_extras.kernels import backend, gemm_backend, operators
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.provenance import machine, version
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.train import train
 
 FILE = Path(__file__).parents[1] / "tests" / "compatibility" / "losses.json"
@@ -115,7 +115,7 @@ def pin_run(spec: RunSpec) -> Pinned:
             raise _FinishedError
 
     try:
-        train(task_of(spec), spec, on_step=note)
+        train(load_task_class(spec), spec, on_step=note)
     except _FinishedError:
         return Pinned(losses, _digest(json.dumps(keys).encode()))
     raise RuntimeError(f"the run ended after {len(losses)} steps")

@@ -18,7 +18,7 @@ from cpt_extras.search.range_test import RangeTestWarning
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit
-from cpt_lab.training.recipe_trials import recipe_range_test
+from cpt_lab.training.recipe_search import recipe_range_test
 
 # task, data set, model, dwell, precisions below 8 bits, seeds
 TESTS = [

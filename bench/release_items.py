@@ -94,12 +94,12 @@ def tiny_spec(dataset: str, arm: str) -> Any:
 def task_class_of(spec: Any) -> Any:
     """Return the task of a spec."""
     try:
-        places = (
-            "cpt_lab.tasks.base",
-            "cpt_lab.training.session",
-            "cpt_core.training.session",
-        )
-        return find(*(f"{place}.task_of" for place in places))(spec)
+        return find(
+            "cpt_lab.tasks.base.load_task_class",
+            "cpt_lab.tasks.base.task_of",
+            "cpt_lab.training.session.task_of",
+            "cpt_core.training.session.task_of",
+        )(spec)
     except ImportError:
         return find("cpt_core.tasks.TASKS")[spec.recipe.task]
 

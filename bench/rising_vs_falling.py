@@ -34,7 +34,7 @@ from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
 from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.h7.arms import CASES
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.train import train
 
 LOW, HIGH, OUTPUT, STATIC, GRADIENTS, Q_MAX, SEEDS = 3, 5, 6, 4, 5, 8, range(700, 712)
@@ -61,7 +61,7 @@ def arms(recipe: Recipe) -> dict[str, Schedule]:
     """Return the schedules of a task: all cost what static 4/5 does, to half a step."""
     static = StaticSchedule(STATIC, recipe.steps)
     spec = RunSpec(recipe, static, Q_MAX, GRADIENTS, 0, "", "demo")
-    task = task_of(spec)(spec, torch.device("cpu"))
+    task = load_task_class(spec)(spec, torch.device("cpu"))
     model = quantize_(task.model())
     macs = count_bitops(
         model, task.inputs(next(iter(task.batches(0)))), static, q_grad=GRADIENTS
@@ -101,7 +101,7 @@ def arms(recipe: Recipe) -> dict[str, Schedule]:
 
 def quality(spec: RunSpec) -> float:
     """Train, and return -100 times the logarithm of the test perplexity at 8 bits: a difference of 1 is a percent."""
-    run = train(task_of(spec), spec)
+    run = train(load_task_class(spec), spec)
     found: list[dict[str, Any]] = [m for m in run.metrics if m["split"] == "test"]
     surprise = (
         found[-1]["value"] if run.status == "ok" else OUTPUTS[spec.recipe.dataset]

@@ -28,8 +28,8 @@ from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
 from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.h7.arms import CASES, Q_MAX
-from cpt_lab.tasks.base import task_of
-from cpt_lab.training.recipe_trials import recipe_sensitivity
+from cpt_lab.tasks.base import load_task_class
+from cpt_lab.training.recipe_search import recipe_sensitivity
 from cpt_lab.training.train import train
 
 TASKS = ("digits", "characters", "gcn", "ptb")
@@ -50,7 +50,7 @@ def arms(found: Sensitivity, steps: int) -> Arms:
 
 def quality(spec: RunSpec) -> float:
     """Train, and return accuracy in points, or -100 times the logarithm of the perplexity; on test data, at 8 bits."""
-    run, text = train(task_of(spec), spec), spec.recipe.task == "language_model"
+    run, text = train(load_task_class(spec), spec), spec.recipe.task == "language_model"
     name, chance = (
         ("perplexity", OUTPUTS[spec.recipe.dataset])
         if text

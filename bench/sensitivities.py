@@ -18,7 +18,7 @@ from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
 from cpt_lab.studies.h5.arms import CASES, FILE, Q_MAX, MeasuredCase
-from cpt_lab.training.recipe_trials import recipe_sensitivity
+from cpt_lab.training.recipe_search import recipe_sensitivity
 
 
 def measured(case: MeasuredCase) -> Sensitivity:

@@ -32,7 +32,7 @@ from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.quantization.convert import QuantConfig, all_precisions, quantize_
 from cpt_extras.kernels.backend import backend, reference
-from cpt_lab.data.graphs import bidirected
+from cpt_lab.data.graphs import to_bidirected
 from cpt_lab.tasks.retinanet import retinanet
 
 
@@ -109,7 +109,7 @@ def arxiv() -> tuple[Graph, torch.Tensor]:
     source, destination = (
         (torch.rand(2, edges, dtype=torch.float64) ** 2 * nodes).long().numpy()
     )
-    return bidirected(source, destination, nodes, self_loops=True), torch.randn(
+    return to_bidirected(source, destination, nodes, self_loops=True), torch.randn(
         nodes, 128, requires_grad=True
     )
 

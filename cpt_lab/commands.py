@@ -299,7 +299,7 @@ def run(
     from cpt_lab.sweeps.options import SweepOptions
     from cpt_lab.sweeps.trackers import Sender
     from cpt_lab.sweeps.worker import follow
-    from cpt_lab.training.processes import joined
+    from cpt_lab.training.process_group import join_process_group
 
     specs = _selected_specs(grids, grid, scale, selection)
     if shard:
@@ -328,7 +328,9 @@ def run(
         retry_failed,
         rerun_old,
     )
-    with joined() as leads:  # alone, or the first of the processes of torchrun
+    with (
+        join_process_group() as leads
+    ):  # alone, or the first of the processes of torchrun
         failed = _run(grid, by_store, options, send) if leads else follow()
     if failed:
         typer.echo("  the same command with --retry-failed tries these again", err=True)
@@ -534,11 +536,11 @@ def _verdict(grid: str) -> None:
 
     from cpt_lab.analysis.preregistered import data_of, fresh, replicated_effects
     from cpt_lab.sweeps.sweep import run_grid
-    from cpt_lab.tasks.base import task_of
+    from cpt_lab.tasks.base import load_task_class
 
     specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"
     for spec, checksum in data_of(grid):
-        local_checksum = task_of(spec)(spec, torch.device("cpu")).data.checksum
+        local_checksum = load_task_class(spec)(spec, torch.device("cpu")).data.checksum
         if local_checksum != checksum:
             raise ValueError(
                 f"{spec.recipe.dataset!r} has checksum {local_checksum} here, and {checksum} in the rows of {grid}: "
@@ -581,7 +583,7 @@ def report(
 
 def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> Any:
     """Return the recipe of a data set after checking that its files exist."""
-    from cpt_lab.data.files import check_data, task_of_data
+    from cpt_lab.data.files import check_data, task_for_data
     from cpt_lab.experiments.registry import recipe
     from cpt_lab.experiments.schema import is_own
 
@@ -589,7 +591,7 @@ def _recipe(dataset: str, model: str | None, scale: str, task: str | None) -> An
         raise ValueError(
             f"--task {task} is for data of your own; {dataset} has its task"
         )
-    checked_recipe = recipe(scale, dataset, model, task=task or task_of_data(dataset))
+    checked_recipe = recipe(scale, dataset, model, task=task or task_for_data(dataset))
     check_data(checked_recipe)
     return checked_recipe
 
@@ -662,10 +664,10 @@ def try_(
     from cpt_lab.experiments.schema import is_own
 
     r = _recipe(dataset, model, scale, task)
-    from cpt_lab.tasks.base import read_whole
+    from cpt_lab.tasks.base import read_all_data
 
     guesses = (
-        read_whole(r) if is_own(dataset) else None
+        read_all_data(r) if is_own(dataset) else None
     )  # before slow imports, so that a defect is reported within seconds
     from functools import partial
 
@@ -791,7 +793,7 @@ def range_test(
     from cpt_lab.experiments.spec import run_spec
     from cpt_lab.resources import usable_cores
     from cpt_lab.training.device import choose_device
-    from cpt_lab.training.recipe_trials import recipe_range_test
+    from cpt_lab.training.recipe_search import recipe_range_test
 
     torch.set_num_threads(
         min(torch.get_num_threads(), usable_cores())

@@ -19,7 +19,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.formats.tensor_rounding import quantize
-from cpt_lab.data.common import one_thread
+from cpt_lab.data.loading import one_thread
 from cpt_lessons.answer_parsing import (
     Exercise,
     Refused,

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, subplots
-from cpt_lab.data.text import columns, load_text
+from cpt_lab.data.text import batchify, load_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.registry import recipe
 
@@ -17,7 +17,7 @@ def characters() -> tuple[Tensor, Tensor, int]:
     Every number is a character.
     """
     text = load_text(cast(LanguageModelRecipe, recipe("smoke", "pydoc")))
-    return columns(text.train, 20), columns(text.test, 20), len(text.vocabulary)
+    return batchify(text.train, 20), batchify(text.test, 20), len(text.vocabulary)
 
 
 # boxes and arrows of an LSTM step: centre, and words; the rounded ones are drawn in colour

@@ -17,7 +17,7 @@ from typing import Any
 from cpt_extras.files import write_text
 from cpt_lab.analysis.rendering import plain
 from cpt_lab.commands import digest
-from cpt_lab.data.files import fingerprint_of, own_path
+from cpt_lab.data.files import fingerprint_paths, own_path
 from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 
@@ -78,7 +78,7 @@ class NotebookRun:
         own = [v for name, v in shown.items() if name in DATA and is_own(v)]
         if own:
             shown["fingerprints"] = [
-                fingerprint_of(map(own_path, data.split(","))) for data in own
+                fingerprint_paths(map(own_path, data.split(","))) for data in own
             ]
         committed = [
             *sorted(results_dir().glob("*.json*")),

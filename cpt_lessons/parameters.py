@@ -24,7 +24,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SCHEDULES
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis.run_table import table, tuned
-from cpt_lab.data.files import check_data, task_of_data
+from cpt_lab.data.files import check_data, task_for_data
 from cpt_lab.experiments import parameters as experiment_parameters
 from cpt_lab.experiments.parameters import (
     PAIRS,
@@ -188,7 +188,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
             "dataset must name a data set or files of your own; '' is for sentence pairs alone"
         )
     if dataset and any(name in given for name in OF_DEFICITS):
-        task = task_of_dataset(dataset) or task_of_data(dataset)
+        task = task_of_dataset(dataset) or task_for_data(dataset)
     scale, preset = given.setdefault("scale", "smoke"), given.get("preset", "ours")
     wanted = [(dataset, given.get("model") or None, task)] if dataset else []
     wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
@@ -201,9 +201,9 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
             )
         check_data(found)
         if is_own(name):
-            from cpt_lab.tasks.base import read_whole  # here, as it imports torch
+            from cpt_lab.tasks.base import read_all_data  # here, as it imports torch
 
-            read_whole(found)
+            read_all_data(found)
     if "device" in given:
         from cpt_lab.training.device import check_device  # here, as it imports torch
 

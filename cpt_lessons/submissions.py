@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_lab.data.files import reading
+from cpt_lab.data.files import explain_read_errors
 
 SUFFIX = ".ipynb"
 MAX_BYTES = (
@@ -86,7 +86,7 @@ def answers_in(path: Path, known: dict[str, str]) -> dict[str, str]:
     Raises:
         ValueError: for what is no notebook; the message names the file and the reason.
     """
-    with reading(path):
+    with explain_read_errors(path):
         _check_file(path)
         try:
             cells = _cells(json.loads(path.read_text(encoding="utf-8-sig")))

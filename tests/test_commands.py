@@ -661,7 +661,7 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
             optimizer.register_step_pre_hook(look)
             return optimizer, lambda step, evaluations: 0.0125
 
-    monkeypatch.setattr("cpt_lab.tasks.base.task_of", lambda spec: Watched)
+    monkeypatch.setattr("cpt_lab.tasks.base.load_task_class", lambda spec: Watched)
     monkeypatch.setattr(step_timing, "SECONDS", 0.1)
     step_timing._steps(spec, "cpu")
     assert len(seen) > 1

@@ -15,7 +15,7 @@ from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
 from cpt_lab.sweeps.worker import Job, run_all
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.device import device_name
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import train
@@ -124,19 +124,19 @@ def test_captured_steps_are_those_that_they_replace(dataset, model, monkeypatch)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     for value in ("0", "1"):
         monkeypatch.setenv("CPT_CAPTURE", value)
-        one = Session(task_of(spec), spec, "cuda")
+        one = Session(load_task_class(spec), spec, "cuda")
         batches, lr = one.task.batches(0), one.lr_at(0, [])
         losses.append([])
         for _ in range(12):
             losses[-1].append(one.step(next(batches), lr))
             one.scheduler.step()
-        assert (one.captured > 0) == (value == "1"), one.why_not_captured
+        assert (one.captured > 0) == (value == "1"), one.uncaptured_reason
     torch.testing.assert_close(*map(torch.stack, losses), atol=1e-3, rtol=1e-3)
 
 
 def test_the_row_of_a_run_on_a_gpu_says_what_was_captured(monkeypatch):
     spec = demo()
-    run = train(task_of(spec), spec)
+    run = train(load_task_class(spec), spec)
     monkeypatch.setattr(worker, "peak_memory", lambda device: 1)
     assert worker._result_fields(run, "cuda")["captured"] == {
         "steps": 0,

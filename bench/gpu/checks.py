@@ -25,7 +25,7 @@ from cpt_extras.kernels.operators import fake_quantize
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, train
 
@@ -185,7 +185,7 @@ def task(name: str, device: str) -> dict[str, Any]:
         **changes,
     )
     spec = run_spec(base, "CR", q_max=8, seed=0, scale="smoke")
-    kind = task_of(spec)
+    kind = load_task_class(spec)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         whole, again = (train(kind, spec, device=device) for _ in range(2))
         near = abs(_first_loss(base, device) - _first_loss(base, "cpu"))
@@ -216,7 +216,7 @@ def task(name: str, device: str) -> dict[str, Any]:
         "repeat": repeat,
         "resumed": far,
         "captured": whole.captured,
-        "why_not_captured": whole.why_not_captured,
+        "why_not_captured": whole.uncaptured_reason,
     }
     wrong = [
         f"the first loss is {near:.2g} from the CPU's" if near > 1e-3 else "",
@@ -236,5 +236,5 @@ def _first_loss(base: Recipe, device: str) -> float:
     }
     still = replace(base, **off)
     spec = run_spec(still, "static 16", q_max=16, seed=0, scale="smoke")
-    session = Session(task_of(spec), spec, device)
+    session = Session(load_task_class(spec), spec, device)
     return float(session.step(next(session.task.batches(0)), 0.0))

@@ -23,7 +23,7 @@ from cpt_extras.kernels.backend import reference
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.session import Session
 
 KINDS = (
@@ -87,9 +87,9 @@ def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
     )
     spec = run_spec(r, "CR", q_max=8, seed=0, scale="smoke" if dry else "paper")
     with environment(CPT_CAPTURE="1" if "captured" in kind else "0"):
-        session = Session(task_of(spec), spec, device, stand_in=not dry)
+        session = Session(load_task_class(spec), spec, device, stand_in=not dry)
     if "captured" in kind and session.capture is None:
-        raise LeftOutError(f"steps are not captured: {session.why_not_captured}")
+        raise LeftOutError(f"steps are not captured: {session.uncaptured_reason}")
     if kind.startswith("float32") or kind == "per operation":
         restore_(session.model)
     if kind == "per operation":

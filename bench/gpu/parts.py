@@ -156,7 +156,7 @@ def _wrong(session: Session, kind: str, loss: torch.Tensor) -> str:
     if not bool(loss.isfinite()):
         return f"the loss is {float(loss)}"
     return (
-        f"no step was captured: {session.why_not_captured}"
+        f"no step was captured: {session.uncaptured_reason}"
         if "captured" in kind and not session.captured
         else ""
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.data.report import DataReport, count_of
+from cpt_lab.data.report import DataReport, pluralize
 from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_format import load_rows
 from cpt_lab.sweeps.stores import load_data_report, place
@@ -73,5 +73,5 @@ def summary(reports: Iterable[DataReport]) -> tuple[str, ...]:
     if not count:
         return ()
     return (
-        f"{count_of(count, 'fact')} below on what was left out or changed of the data, or stands in two splits.",
+        f"{pluralize(count, 'fact')} below on what was left out or changed of the data, or stands in two splits.",
     )

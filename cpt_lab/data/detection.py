@@ -19,44 +19,40 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cpt_lab.data.common import (
-    generator_of,
-    read_each,
-    some_of,
-    split_sizes,
-    title_with_sizes,
-)
-from cpt_lab.data.files import DataNotFoundError, not_here, own_path
-from cpt_lab.data.folder_contents import group_alike, list_folder
-from cpt_lab.data.pictures import (
-    bits_of,
-    inspect_picture,
+from cpt_lab.data.files import DataNotFoundError, missing_data_error, own_path
+from cpt_lab.data.folder_contents import group_similar_names, list_folder
+from cpt_lab.data.image_decoding import (
+    grey_bits,
+    inspect_image_file,
     open_rgb,
+    report_image_files,
     report_orientation,
-    report_pictures,
 )
-from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.loading import read_each
+from cpt_lab.data.random_streams import seeded_generator
+from cpt_lab.data.report import DataReport, empty_report, pluralize
 from cpt_lab.data.split_facts import (
-    NAMES,
+    SPLIT_NAMES,
     report_classes,
     report_sample_values,
-    report_shared,
     report_shared_files,
+    report_shared_images,
     report_sizes,
     report_values,
 )
+from cpt_lab.data.splits import choose_samples, split_sizes, title_with_sizes
 from cpt_lab.data.voc_layout import (
     AnnotationNotes,
     VocFile,
     VocIndex,
+    annotated_file_name,
     annotation_root,
+    boxes_are_upright,
     check_lists,
-    file_name,
+    find_voc_folder,
     list_path,
     read_objects,
     report_unlisted,
-    upright,
-    voc_folder,
 )
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_lab.experiments.schema import is_own
@@ -68,22 +64,25 @@ VOC_CLASSES = tuple(
     "sofa train tvmonitor".split()
 )
 # name -> year and the splits to train and to test on
-VOC = {"voc2012": ("2012", "train", "val"), "voc2007": ("2007", "trainval", "test")}
-DIGITS = tuple(str(digit) for digit in range(10))
-SCENES = 400  # pictures of a split whose number is left open
-SIDES = (14, 36)  # smallest and largest side of a digit in a scene of 96 pixels
-TRIES = 20  # to find a free place
+VOC_SPLITS = {
+    "voc2012": ("2012", "train", "val"),
+    "voc2007": ("2007", "trainval", "test"),
+}
+DIGIT_NAMES = tuple(str(digit) for digit in range(10))
+DEFAULT_SCENE_COUNT = 400  # pictures of a split whose number is left open
+DIGIT_SIDES = (14, 36)  # smallest and largest side of a digit in a scene of 96 pixels
+MAX_PLACEMENTS = 20  # to find a free place
 
 
 @dataclass(frozen=True)
-class Annotated:
+class AnnotatedImage:
     """A picture, by its file or in memory, and its objects.
 
     Objects are arrays, not tensors: processes that read files get thousands of them, and torch would send each tensor
     through a file descriptor of its own.
     """
 
-    picture: Path | Tensor  # a file, or uint8 (3, H, W)
+    image: Path | Tensor  # a file, or uint8 (3, H, W)
     size: tuple[int, int]  # height and width in pixels
     boxes: (
         np.ndarray
@@ -95,9 +94,9 @@ class Annotated:
 
     def read(self) -> Tensor:
         """Return the picture, uint8 (3, H, W); ValueError names a file that is damaged."""
-        if isinstance(self.picture, Tensor):
-            return self.picture
-        return v2.functional.pil_to_tensor(open_rgb(self.picture, self.bits, self.turn))
+        if isinstance(self.image, Tensor):
+            return self.image
+        return v2.functional.pil_to_tensor(open_rgb(self.image, self.bits, self.turn))
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,9 @@ class DetectionData:
     title: str  # what the numbers are measured on, as figures must call it
     classes: tuple[str, ...]  # their names
     # train, valid, test: the splits; ``valid`` is empty when nothing is held out
-    train: tuple[Annotated, ...]
-    valid: tuple[Annotated, ...]
-    test: tuple[Annotated, ...]
+    train: tuple[AnnotatedImage, ...]
+    valid: tuple[AnnotatedImage, ...]
+    test: tuple[AnnotatedImage, ...]
     checksum: (
         str  # of annotations and pixels, or of annotations and the sizes of the files
     )
@@ -118,19 +117,21 @@ class DetectionData:
     )  # what was read, left out and changed
 
 
-def annotated_picture(
+def annotate_image(
     picture: Path | Tensor,
     size: tuple[int, int],
     boxes: Any,
     labels: Any,
     difficult: Any,
-) -> Annotated:
+) -> AnnotatedImage:
     """Return a picture with its boxes and labels in the types that ``Annotated`` has."""
     places, numbers = (
         np.array(boxes, dtype=np.float32).reshape(-1, 4),
         np.array(labels, dtype=np.int64),
     )
-    return Annotated(picture, size, places, numbers, np.array(difficult, dtype=bool))
+    return AnnotatedImage(
+        picture, size, places, numbers, np.array(difficult, dtype=bool)
+    )
 
 
 def load_detection(recipe: DetectionRecipe) -> DetectionData:
@@ -144,31 +145,40 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     """
     r, report = recipe, DataReport(recipe.dataset)
     if r.dataset == "digit-scenes":
-        train = scenes("train", r.train_images or SCENES, r.size)
-        valid = scenes("valid", r.valid_images, r.size)
-        test = scenes("test", r.test_images or SCENES, r.size)
+        train = digit_scenes("train", r.train_images or DEFAULT_SCENE_COUNT, r.size)
+        valid = digit_scenes("valid", r.valid_images, r.size)
+        test = digit_scenes("test", r.test_images or DEFAULT_SCENE_COUNT, r.size)
         title = f"synthetic scenes of scikit-learn digits, {r.size} x {r.size}"
         report.add("read", f"{title}: drawn with fixed seeds, no files")
         _report_splits(
-            report, (train, valid, test), DIGITS, (len(train) + len(valid), len(test))
+            report,
+            (train, valid, test),
+            DIGIT_NAMES,
+            (len(train) + len(valid), len(test)),
         )
         return DetectionData(
-            title, DIGITS, train, valid, test, _checksum(train + valid + test), report
+            title,
+            DIGIT_NAMES,
+            train,
+            valid,
+            test,
+            _checksum(train + valid + test),
+            report,
         )
-    files, classes, title, folder = _files(r.dataset, report)
+    files, classes, title, folder = _find_files(r.dataset, report)
     order = np.random.default_rng(0).permutation(len(files[0]))
     used, count = split_sizes(r, len(order))
     chosen = [
         [files[0][i] for i in sorted(part)]
         for part in (order[count:][:used], order[:count])
     ]
-    chosen.append([files[1][i] for i in some_of(len(files[1]), r.test_images)])
+    chosen.append([files[1][i] for i in choose_samples(len(files[1]), r.test_images)])
     notes = AnnotationNotes(folder)
     read = read_each(
-        lambda file: annotated(file.picture, file.annotation, classes, notes),
+        lambda file: read_annotated_image(file.image, file.annotation, classes, notes),
         [file for part in chosen for file in part],
     )
-    bits = _bits(r.dataset, [file.picture for part in files for file in part], notes)
+    bits = _grey_bits(r.dataset, [file.image for part in files for file in part], notes)
     pictures = iter(read if bits is None else [replace(one, bits=bits) for one in read])
     train, valid, test = (
         tuple(itertools.islice(pictures, len(part))) for part in chosen
@@ -195,17 +205,21 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     )
 
 
-def _bits(dataset: str, pictures: Sequence[Path], notes: AnnotationNotes) -> int | None:
+def _grey_bits(
+    dataset: str, pictures: Sequence[Path], notes: AnnotationNotes
+) -> int | None:
     """Return how many of 16 bits the grey pictures of a data set use, of all its pictures where some have 16 bits."""
     facts = dict(notes.pictures)
     if any(one.is_deep_grey for one in facts.values()):
         others = [picture for picture in pictures if notes.name(picture) not in facts]
         facts |= dict(
             zip(
-                map(notes.name, others), read_each(inspect_picture, others), strict=True
+                map(notes.name, others),
+                read_each(inspect_image_file, others),
+                strict=True,
             )
         )
-    return bits_of(dataset, facts)
+    return grey_bits(dataset, facts)
 
 
 def _report_annotations(
@@ -215,12 +229,12 @@ def _report_annotations(
     bits: int | None,
 ) -> None:
     """Add facts about the files of pictures and annotations that were read."""
-    stored = set(notes.stored)
+    stored = set(notes.drawn_as_stored)
     facts = {
         name: p._replace(orientation=1) if name in stored else p
         for name, p in notes.pictures.items()
     }
-    report_pictures(report, facts, bits)
+    report_image_files(report, facts, bits)
     report_orientation(report, facts)
     notes.add_to(report)
     short = [min(p.stored_size) for p in notes.pictures.values()]
@@ -228,14 +242,14 @@ def _report_annotations(
         enlarged = sum(side < recipe.size for side in others)
         report.add(
             "changed",
-            f"{count_of(len(others), 'picture')} resized to {recipe.size} pixels on the short side, at most "
+            f"{pluralize(len(others), 'picture')} resized to {recipe.size} pixels on the short side, at most "
             f"{recipe.max_size} on the long one{f'; {enlarged:,} of them are enlarged' if enlarged else ''}",
         )
 
 
 def _report_splits(
     report: DataReport,
-    splits: Sequence[tuple[Annotated, ...]],
+    splits: Sequence[tuple[AnnotatedImage, ...]],
     classes: Sequence[str],
     there: tuple[int, int],
 ) -> None:
@@ -245,9 +259,9 @@ def _report_splits(
     if difficult:
         report.add(
             "left out",
-            f"{count_of(difficult, 'difficult object')}: not trained on, neither found nor missed in tests",
+            f"{pluralize(difficult, 'difficult object')}: not trained on, neither found nor missed in tests",
         )
-    for name, split in zip(NAMES, splits, strict=True):
+    for name, split in zip(SPLIT_NAMES, splits, strict=True):
         labels = [a.labels[~a.difficult] for a in split]
         report_classes(
             report,
@@ -256,26 +270,28 @@ def _report_splits(
             classes,
             noun="object",
         )
-    if any(isinstance(a.picture, Tensor) for split in splits for a in split):
-        _report_scenes(report, splits)
+    if any(isinstance(a.image, Tensor) for split in splits for a in split):
+        _report_images_in_memory(report, splits)
         return
-    for name, split in zip(NAMES, splits, strict=True):
-        report_sample_values(report, name, split, _open)
+    for name, split in zip(SPLIT_NAMES, splits, strict=True):
+        report_sample_values(report, name, split, _open_image)
     if is_own(report.dataset):
         report_shared_files(
-            report, *([str(a.picture) for a in split] for split in splits[:2])
+            report, *([str(a.image) for a in split] for split in splits[:2])
         )
 
 
-def _open(picture: Annotated) -> Any:
+def _open_image(picture: AnnotatedImage) -> Any:
     """Return a picture on disk, of PIL."""
-    assert isinstance(picture.picture, Path)
-    return open_rgb(picture.picture, picture.bits, picture.turn)
+    assert isinstance(picture.image, Path)
+    return open_rgb(picture.image, picture.bits, picture.turn)
 
 
-def _report_scenes(report: DataReport, splits: Sequence[tuple[Annotated, ...]]) -> None:
+def _report_images_in_memory(
+    report: DataReport, splits: Sequence[tuple[AnnotatedImage, ...]]
+) -> None:
     """Add facts about the values of pictures in memory, and what splits share."""
-    for name, split in zip(NAMES, splits, strict=True):
+    for name, split in zip(SPLIT_NAMES, splits, strict=True):
         report_values(report, name, [a.read() for a in split])
     if len({a.size for split in splits for a in split}) == 1:
         empty = torch.zeros(0, 3, *splits[0][0].size, dtype=torch.uint8)
@@ -283,10 +299,10 @@ def _report_scenes(report: DataReport, splits: Sequence[tuple[Annotated, ...]]) 
             torch.stack([a.read() for a in split]) if split else empty
             for split in splits
         ]
-        report_shared(report, dict(zip(NAMES, stacked, strict=True)))
+        report_shared_images(report, dict(zip(SPLIT_NAMES, stacked, strict=True)))
 
 
-class _Files(NamedTuple):
+class _VocFiles(NamedTuple):
     """Files of a data set in VOC's layout."""
 
     lists: list[list[VocFile]]  # to train and to test on
@@ -295,33 +311,33 @@ class _Files(NamedTuple):
     folder: Path  # names in facts are relative to it
 
 
-def _files(dataset: str, report: DataReport) -> _Files:
+def _find_files(dataset: str, report: DataReport) -> _VocFiles:
     """Return pictures and annotations to train and to test on, the classes, and a title."""
     EXPERIMENT.check_dataset(dataset)
-    if dataset not in VOC:
-        return _own_files(dataset, report)
-    year, first, second = VOC[dataset]
+    if dataset not in VOC_SPLITS:
+        return _find_own_files(dataset, report)
+    year, first, second = VOC_SPLITS[dataset]
     try:
         found = [
             torchvision.datasets.VOCDetection(data_dir(), year, part)
             for part in (first, second)
         ]
     except (RuntimeError, FileNotFoundError) as error:
-        raise not_here(dataset) from error
+        raise missing_data_error(dataset) from error
     files = [
         list(map(VocFile, map(Path, f.images), map(Path, f.annotations))) for f in found
     ]
-    return _Files(files, VOC_CLASSES, EXPERIMENT.named[dataset].title, data_dir())
+    return _VocFiles(files, VOC_CLASSES, EXPERIMENT.named[dataset].title, data_dir())
 
 
-def _own_files(dataset: str, report: DataReport) -> _Files:
+def _find_own_files(dataset: str, report: DataReport) -> _VocFiles:
     """Return pictures and annotations of one's own, and report what lies beside them."""
     top = own_path(dataset)
-    folder = voc_folder(top)
+    folder = find_voc_folder(top)
     contents = list_folder(top)
     index = VocIndex(folder, contents, top)
     second = "test" if list_path(folder, "test").is_file() else "val"
-    lists = {part: index.listed(part, report) for part in ("train", second)}
+    lists = {part: index.split_files(part, report) for part in ("train", second)}
     check_lists(folder, lists)
     report_unlisted(report, contents, top, lists, folder)
     objects = (
@@ -334,16 +350,16 @@ def _own_files(dataset: str, report: DataReport) -> _Files:
     )
     if not classes:
         raise ValueError(f"{folder}: there is no object in any training annotation")
-    for alike in group_alike(classes):
+    for alike in group_similar_names(classes):
         report.add(
             "classes",
             f"{' and '.join(alike)} differ in spelling alone, and are {len(alike)} classes",
         )
     report.add("split", f"train.txt is trained on and {second}.txt tested on")
-    return _Files(list(lists.values()), classes, f"own pictures ({top.name})", top)
+    return _VocFiles(list(lists.values()), classes, f"own pictures ({top.name})", top)
 
 
-def scenes(part: str, count: int, size: int) -> tuple[Annotated, ...]:
+def digit_scenes(part: str, count: int, size: int) -> tuple[AnnotatedImage, ...]:
     """Return made-up scenes: one to four handwritten digits of different sizes on black, none touching another.
 
     Digits of "train", "valid" and "test" come from different pictures of scikit-learn's set. A scene depends on its
@@ -358,13 +374,14 @@ def scenes(part: str, count: int, size: int) -> tuple[Annotated, ...]:
     ]
     chosen = order[first:last]
     return tuple(
-        _scene(digits, chosen, generator_of(first, i), size) for i in range(count)
+        _digit_scene(digits, chosen, seeded_generator(first, i), size)
+        for i in range(count)
     )
 
 
-def _scene(
+def _digit_scene(
     digits: Any, chosen: np.ndarray, random: torch.Generator, size: int
-) -> Annotated:
+) -> AnnotatedImage:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=random))
 
@@ -373,10 +390,10 @@ def _scene(
     labels = []
     for _ in range(draw(1, 4)):
         index = chosen[draw(0, len(chosen) - 1)]
-        side = draw(*(round(s * size / 96) for s in SIDES))
-        ink = _enlarged(torch.from_numpy(digits.images[index]).float(), side)
+        side = draw(*(round(s * size / 96) for s in DIGIT_SIDES))
+        ink = _enlarge_digit(torch.from_numpy(digits.images[index]).float(), side)
         h, w = ink.shape
-        for _ in range(TRIES):
+        for _ in range(MAX_PLACEMENTS):
             x, y = draw(0, size - w), draw(0, size - h)
             if all(x + w < a or c < x or y + h < b or d < y for a, b, c, d in boxes):
                 canvas[y : y + h, x : x + w] = ink
@@ -384,10 +401,10 @@ def _scene(
                 labels.append(int(digits.target[index]))
                 break
     picture = canvas.clamp(0, 255).to(torch.uint8).expand(3, -1, -1).contiguous()
-    return annotated_picture(picture, (size, size), boxes, labels, [False] * len(boxes))
+    return annotate_image(picture, (size, size), boxes, labels, [False] * len(boxes))
 
 
-def _enlarged(digit: Tensor, side: int) -> Tensor:
+def _enlarge_digit(digit: Tensor, side: int) -> Tensor:
     """Return the ink of an 8 x 8 digit (0..16) enlarged to ``side`` pixels (0..255), cut to where there is any."""
     large = v2.functional.resize(
         digit[None] * (255 / 16), [side, side], antialias=True
@@ -405,12 +422,12 @@ def random_detection(recipe: DetectionRecipe) -> DetectionData:
         return load_detection(recipe)
     sizes = EXPERIMENT.named[recipe.dataset].sizes
     h, w = sizes.get("height", recipe.size), sizes.get("width", recipe.size)
-    random = generator_of(0)
+    random = seeded_generator(0)
     pictures = torch.randint(
         0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8
     )
     part = tuple(
-        annotated_picture(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False])
+        annotate_image(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False])
         for p in pictures
     )
     names = tuple(map(str, range(sizes["classes"])))
@@ -419,13 +436,13 @@ def random_detection(recipe: DetectionRecipe) -> DetectionData:
     )
 
 
-def _checksum(pictures: Sequence[Annotated]) -> str:
+def _checksum(pictures: Sequence[AnnotatedImage]) -> str:
     digest = hashlib.sha256()
     for a in pictures:
-        if isinstance(a.picture, Tensor):
-            digest.update(a.picture.numpy().tobytes())
+        if isinstance(a.image, Tensor):
+            digest.update(a.image.numpy().tobytes())
         else:
-            digest.update(f"{a.picture.name} {a.picture.stat().st_size}".encode())
+            digest.update(f"{a.image.name} {a.image.stat().st_size}".encode())
         digest.update(
             a.boxes.tobytes()
             + a.labels.tobytes()
@@ -434,9 +451,9 @@ def _checksum(pictures: Sequence[Annotated]) -> str:
     return digest.hexdigest()[:16]
 
 
-def annotated(
+def read_annotated_image(
     image: Path, xml: Path, classes: Sequence[str], notes: AnnotationNotes | None = None
-) -> Annotated:
+) -> AnnotatedImage:
     """Read and check one annotation, and that its picture is there, whole and of the size it says.
 
     Args:
@@ -450,26 +467,28 @@ def annotated(
         ValueError: naming the file and what is wrong with it.
     """
     notes = AnnotationNotes(xml.parent) if notes is None else notes
-    facts = inspect_picture(image)
+    facts = inspect_image_file(image)
     notes.pictures[notes.name(image)] = facts
     root = annotation_root(xml)
-    turn = upright(xml, image, root, facts, notes)
-    if file_name(root) not in ("", image.name, image.stem):
+    turn = boxes_are_upright(xml, image, root, facts, notes)
+    if annotated_file_name(root) not in ("", image.name, image.stem):
         notes.renamed.append(notes.name(xml))
     size = facts.shown_size if turn else facts.stored_size
     objects = read_objects(xml, root, size, classes, notes)
-    picture = annotated_picture(
+    picture = annotate_image(
         image, size, objects.boxes, objects.labels, objects.difficult
     )
     return replace(picture, turn=turn)
 
 
-WEIGHTS = "resnet18-f37072fd.pth"  # torchvision's ResNet18_Weights.IMAGENET1K_V1
+BACKBONE_WEIGHTS_FILE = (
+    "resnet18-f37072fd.pth"  # torchvision's ResNet18_Weights.IMAGENET1K_V1
+)
 
 
 def backbone_weights() -> Path:
     """Return the file of the backbone's ImageNet weights; DataNotFoundError says how to get it or do without."""
-    file = data_dir() / WEIGHTS
+    file = data_dir() / BACKBONE_WEIGHTS_FILE
     if not file.is_file():
         raise DataNotFoundError(
             f"there are no ImageNet weights {file}; get them with: {command('download resnet18')}, or train from "
@@ -485,8 +504,8 @@ def download(name: str, language: str = "") -> Path:
         torch.hub.load_state_dict_from_url(
             weights.url, str(data_dir()), check_hash=True, map_location="cpu"
         )
-        return data_dir() / WEIGHTS
-    year, *parts = VOC[name]
+        return data_dir() / BACKBONE_WEIGHTS_FILE
+    year, *parts = VOC_SPLITS[name]
     for part in parts:
         torchvision.datasets.VOCDetection(data_dir(), year, part, download=True)
     return data_dir()

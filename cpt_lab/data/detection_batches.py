@@ -11,13 +11,14 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
-from cpt_lab.data.detection import Annotated
+from cpt_lab.data.detection import AnnotatedImage
 from cpt_lab.data.image_batches import normalizer
+from cpt_lab.data.loading import make_loader, to_device
+from cpt_lab.data.random_streams import Stream, batch_keys, seeded_generator
 from cpt_lab.experiments.detection import DetectionRecipe
 
 CPU = torch.device("cpu")
-MULTIPLE = 32  # sides of a padded batch
+SIDE_MULTIPLE = 32  # sides of a padded batch
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Batch:
     # of every image, boxes float32 (n, 4) in pixels of ``images`` and labels int64 (n,)
     targets: list[dict[str, Tensor]]
     sizes: list[tuple[int, int]]  # height and width of every image without its padding
-    originals: list[Annotated]  # the pictures they were made from
+    originals: list[AnnotatedImage]  # the pictures they were made from
 
     def pin_memory(self) -> Self:
         """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""
@@ -39,11 +40,14 @@ class Batch:
         return replace(self, images=self.images.pin_memory(), targets=pinned)
 
 
-class _Ready(Dataset):
+class _ImageGroups(Dataset):
     """Groups of pictures as they are read: resized, perhaps mirrored, padded. Keys: (epoch, group)."""
 
     def __init__(
-        self, pictures: Sequence[Annotated], recipe: DetectionRecipe, seed: int | None
+        self,
+        pictures: Sequence[AnnotatedImage],
+        recipe: DetectionRecipe,
+        seed: int | None,
     ) -> None:
         self.pictures, self.recipe, self.seed = pictures, recipe, seed
         self.groups = aspect_groups(pictures, recipe.batch)
@@ -58,7 +62,8 @@ class _Ready(Dataset):
         )
         sizes = [(i.shape[-2], i.shape[-1]) for i in images]
         height, width = (
-            MULTIPLE * math.ceil(max(s) / MULTIPLE) for s in zip(*sizes, strict=True)
+            SIDE_MULTIPLE * math.ceil(max(s) / SIDE_MULTIPLE)
+            for s in zip(*sizes, strict=True)
         )
         padded = [
             v2.functional.pad(i, [0, 0, width - w, height - h])
@@ -83,7 +88,7 @@ class _Ready(Dataset):
         if (
             self.seed is not None
             and self.recipe.flip
-            and _coin(self.seed, epoch, index)
+            and _draws_flip(self.seed, epoch, index)
         ):
             image, boxes = (
                 v2.functional.horizontal_flip(image),
@@ -96,11 +101,13 @@ class _Ready(Dataset):
         }
 
 
-def _coin(*numbers: int) -> bool:
-    return bool(torch.rand((), generator=generator_of(*numbers, Stream.IMAGE)) < 0.5)
+def _draws_flip(*numbers: int) -> bool:
+    return bool(
+        torch.rand((), generator=seeded_generator(*numbers, Stream.IMAGE)) < 0.5
+    )
 
 
-def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
+def aspect_groups(pictures: Sequence[AnnotatedImage], batch: int) -> list[list[int]]:
     """Return groups of pictures of like shape, so that little padding is needed; the last may be smaller."""
     order = sorted(
         range(len(pictures)), key=lambda i: pictures[i].size[1] / pictures[i].size[0]
@@ -109,7 +116,7 @@ def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
 
 
 def batches(
-    pictures: Sequence[Annotated],
+    pictures: Sequence[AnnotatedImage],
     recipe: DetectionRecipe,
     seed: int,
     start: int,
@@ -120,44 +127,52 @@ def batches(
 
     The groups are the same in every epoch, their order is not. Files are read by worker processes.
     """
-    data = _Ready(pictures, recipe, seed)
-    return _loaded(
+    data = _ImageGroups(pictures, recipe, seed)
+    return _load_batches(
         data, (key for (key,) in batch_keys(len(data), 1, seed, start)), workers, device
     )
 
 
 def evaluation_batches(
-    pictures: Sequence[Annotated],
+    pictures: Sequence[AnnotatedImage],
     recipe: DetectionRecipe,
     workers: int,
     device: torch.device = CPU,
 ) -> Iterator[Batch]:
     """Yield a split once, without mirroring, on the device."""
-    data = _Ready(pictures, recipe, None)
-    return _loaded(data, ((0, group) for group in range(len(data))), workers, device)
-
-
-def bytes_read(recipe: DetectionRecipe) -> int:
-    """Return how many bytes of pictures may lie in a batch of training and one of evaluation."""
-    return (
-        2 * recipe.batch * 3 * (MULTIPLE * math.ceil(recipe.max_size / MULTIPLE)) ** 2
+    data = _ImageGroups(pictures, recipe, None)
+    return _load_batches(
+        data, ((0, group) for group in range(len(data))), workers, device
     )
 
 
-def _loaded(
-    data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device: torch.device
+def batch_bytes(recipe: DetectionRecipe) -> int:
+    """Return how many bytes of pictures may lie in a batch of training and one of evaluation."""
+    return (
+        2
+        * recipe.batch
+        * 3
+        * (SIDE_MULTIPLE * math.ceil(recipe.max_size / SIDE_MULTIPLE)) ** 2
+    )
+
+
+def _load_batches(
+    data: _ImageGroups,
+    keys: Iterator[tuple[int, int]],
+    workers: int,
+    device: torch.device,
 ) -> Iterator[Batch]:
     normalize = normalizer(device)
 
     def ready(batch: Batch) -> Batch:
-        images = normalize(send(batch.images, device).float().div_(255))
+        images = normalize(to_device(batch.images, device).float().div_(255))
         for image, (height, width) in zip(images, batch.sizes, strict=True):
             image[:, height:].zero_()
             image[:, :, width:].zero_()
         targets = [
-            {name: send(t, device) for name, t in target.items()}
+            {name: to_device(t, device) for name, t in target.items()}
             for target in batch.targets
         ]
         return replace(batch, images=images, targets=targets)
 
-    return map(ready, loader(data, device, workers, sampler=keys, batch_size=None))
+    return map(ready, make_loader(data, device, workers, sampler=keys, batch_size=None))

@@ -17,20 +17,25 @@ from typing import Any
 import pandas as pd
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.common import SPLITS, some_of
-from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
+from cpt_lab.data.files import (
+    DataNotFoundError,
+    explain_read_errors,
+    missing_data_error,
+    own_path,
+)
 from cpt_lab.data.pair_facts import (
-    LABELS,
+    PAIR_LABELS,
     check_overlap,
     check_sentences,
-    has_languages,
-    languages_of,
-    of_languages,
+    has_language_tables,
     report_columns,
     report_labels,
-    where_of,
+    row_languages,
+    select_languages,
+    split_label,
 )
-from cpt_lab.data.report import DataReport, count_of, empty_report, list_some
+from cpt_lab.data.report import DataReport, empty_report, list_first, pluralize
+from cpt_lab.data.splits import SPLITS, choose_samples
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.data.unread_files import is_below_hidden, report_unread
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
@@ -38,21 +43,25 @@ from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
-UNDECIDED = -1
+UNDECIDED_LABEL = -1
 # what a file may say -> label
-SPELLINGS = {
-    **{name: i for i, name in enumerate(LABELS)},
-    **{str(i): i for i in range(len(LABELS))},
+LABEL_SPELLINGS = {
+    **{name: i for i, name in enumerate(PAIR_LABELS)},
+    **{str(i): i for i in range(len(PAIR_LABELS))},
     **{
-        f"{i}.0": i for i in range(len(LABELS))
+        f"{i}.0": i for i in range(len(PAIR_LABELS))
     },  # a column in which a label is missing has fractions
-    "contradictory": LABELS.index("contradiction"),
-    "-": UNDECIDED,
-    "-1": UNDECIDED,
-    "-1.0": UNDECIDED,
+    "contradictory": PAIR_LABELS.index("contradiction"),
+    "-": UNDECIDED_LABEL,
+    "-1": UNDECIDED_LABEL,
+    "-1.0": UNDECIDED_LABEL,
 }
-TEMPLATES = {"train": 4998, "valid": 999, "test": 999}  # pairs, a third of every label
-XNLI = "facebook/xnli"
+TEMPLATE_PAIRS = {
+    "train": 4998,
+    "valid": 999,
+    "test": 999,
+}  # pairs, a third of every label
+XNLI_REPOSITORY = "facebook/xnli"
 CHECKPOINTS = {
     "bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased"
 }
@@ -63,20 +72,20 @@ CHECKPOINT_FILES = [
     "tokenizer_config.json",
     "vocab.txt",
 ]
-COLUMNS = {
+PAIR_COLUMNS = {
     name: name for name in ("premise", "hypothesis", "label")
 }  # of pairs: ours -> a file's
-OTHER_COLUMNS = {
+SNLI_COLUMNS = {
     "premise": "sentence1",
     "hypothesis": "sentence2",
     "label": "gold_label",
 }  # SNLI's and MultiNLI's
-LANGUAGE = re.compile(
+LANGUAGE_PATTERN = re.compile(
     r"[a-z]{2,3}([-_][A-Za-z]{2,8})?"
 )  # a folder of this name holds pairs of a language
-NOT_LANGUAGES = ("all", "raw", "csv", "tmp", "new", "old")
-SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet$")
-UNREAD = "no file of the layout that is read"
+NON_LANGUAGE_FOLDERS = ("all", "raw", "csv", "tmp", "new", "old")
+SHARD_PATTERN = re.compile(r"-(\d+)-of-(\d+)\.parquet$")
+UNREAD_REASON = "no file of the layout that is read"
 
 
 @dataclass(frozen=True)
@@ -110,12 +119,12 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
     }
     report = DataReport(recipe.dataset)
     if recipe.dataset == "templates":
-        found, title = _templates(wanted), "synthetic sentence pairs"
+        found, title = _template_pairs(wanted), "synthetic sentence pairs"
         report.add(
-            "read", f"{sum(TEMPLATES.values()):,} pairs of a grammar of 48 words"
+            "read", f"{sum(TEMPLATE_PAIRS.values()):,} pairs of a grammar of 48 words"
         )
     else:
-        found, title = _of_files(recipe, wanted, report)
+        found, title = _read_files(recipe, wanted, report)
     own = is_own(recipe.dataset)
     report_labels(report, recipe.dataset, found, refuse=own)
     check_overlap(report, recipe.dataset, found, refuse=own)
@@ -127,15 +136,15 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
     digest = hashlib.sha256()
     for split, parts in found.items():
         for language, pairs in parts.items():
-            parts[language] = _some(
-                pairs, limits[split], where_of(split, language, parts), report
+            parts[language] = _limit_pairs(
+                pairs, limits[split], split_label(split, language, parts), report
             )
             digest.update(
                 repr(
                     (
                         split,
                         language,
-                        *(parts[language][name].tolist() for name in COLUMNS),
+                        *(parts[language][name].tolist() for name in PAIR_COLUMNS),
                     )
                 ).encode()
             )
@@ -152,7 +161,7 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
     )
 
 
-def _of_files(
+def _read_files(
     recipe: EntailmentRecipe, wanted: dict[str, tuple[str, ...]], report: DataReport
 ) -> tuple[dict[str, dict[str, pd.DataFrame]], str]:
     """Return the pairs of files by split and language, and their title."""
@@ -162,11 +171,11 @@ def _of_files(
     )
     if not folder.is_dir():
         raise (
-            not_here("xnli")
+            missing_data_error("xnli")
             if recipe.dataset == "xnli"
             else DataNotFoundError(f"there is no folder {folder}")
         )
-    reader = _Reader(folder, recipe.language, report)
+    reader = _PairReader(folder, recipe.language, report)
     found = {
         split: reader.read(split, languages) for split, languages in wanted.items()
     }
@@ -178,21 +187,21 @@ def _of_files(
     return found, title
 
 
-def _some(
+def _limit_pairs(
     pairs: pd.DataFrame, limit: int | None, where: str, report: DataReport
 ) -> pd.DataFrame:
     """Return as many pairs as a recipe wants, and report the rest."""
-    used = pairs.iloc[some_of(len(pairs), limit)]
+    used = pairs.iloc[choose_samples(len(pairs), limit)]
     if len(used) < len(pairs):
         report.add(
             "left out",
             f"all but {len(used):,} of {len(pairs):,} pairs of {where}, a fixed random choice",
         )
-    report.add("split", f"{where}: {count_of(len(used), 'pair')}")
+    report.add("split", f"{where}: {pluralize(len(used), 'pair')}")
     return used
 
 
-def _templates(
+def _template_pairs(
     wanted: dict[str, tuple[str, ...]],
 ) -> dict[str, dict[str, pd.DataFrame]]:
     if others := {
@@ -201,15 +210,15 @@ def _templates(
         raise ValueError(
             f"templates: no language {', '.join(sorted(others))}; there is en"
         )
-    made, out = sentence_pairs(sum(TEMPLATES.values())), {}
-    for split, count in TEMPLATES.items():
-        out[split] = {"en": pd.DataFrame(made[:count], columns=list(COLUMNS))}
+    made, out = sentence_pairs(sum(TEMPLATE_PAIRS.values())), {}
+    for split, count in TEMPLATE_PAIRS.items():
+        out[split] = {"en": pd.DataFrame(made[:count], columns=list(PAIR_COLUMNS))}
         made = made[count:]
     return out
 
 
 @dataclass(frozen=True)
-class _File:
+class _PairFile:
     """A file of a split: what its columns are called (ours -> its), and its language where all of it has one."""
 
     path: Path
@@ -217,11 +226,13 @@ class _File:
     language: str | None = None
 
 
-def _official(folder: Path, split: str) -> list[_File]:
+def _find_official_files(folder: Path, split: str) -> list[_PairFile]:
     if split == "train":
         found = sorted(folder.glob("XNLI-MT-1.0*/multinli/multinli.train.*.tsv"))
         return [
-            _File(path, {**COLUMNS, "hypothesis": "hypo"}, path.name.split(".")[2])
+            _PairFile(
+                path, {**PAIR_COLUMNS, "hypothesis": "hypo"}, path.name.split(".")[2]
+            )
             for path in found
         ]
     path = (
@@ -233,10 +244,10 @@ def _official(folder: Path, split: str) -> list[_File]:
         "hypothesis": "sentence2",
         "label": "gold_label",
     }
-    return [_File(path, gold)] if path.exists() else []
+    return [_PairFile(path, gold)] if path.exists() else []
 
 
-def _hub(folder: Path, split: str) -> list[_File]:
+def _find_hub_files(folder: Path, split: str) -> list[_PairFile]:
     """Return the hub's files, in a folder for each language, in one for all, or in none."""
     name = {"valid": "validation"}.get(split, split)
     found = [
@@ -250,7 +261,7 @@ def _hub(folder: Path, split: str) -> list[_File]:
         if path.parent != folder and is_language(path.parent.name)
     ]
     if by_language:
-        return [_File(path, COLUMNS, path.parent.name) for path in by_language]
+        return [_PairFile(path, PAIR_COLUMNS, path.parent.name) for path in by_language]
     if len(parents := {path.parent for path in files}) > 1:
         names = ", ".join(
             sorted(f"{path.relative_to(folder).as_posix()}/" for path in parents)
@@ -258,7 +269,7 @@ def _hub(folder: Path, split: str) -> list[_File]:
         raise ValueError(
             f"{folder} has pairs for {split} in several folders: {names}; keep one"
         )
-    return [_File(path, COLUMNS) for path in files]
+    return [_PairFile(path, PAIR_COLUMNS) for path in files]
 
 
 def is_language(name: str) -> bool:
@@ -267,35 +278,38 @@ def is_language(name: str) -> bool:
     >>> is_language("de"), is_language("zh-Hans"), is_language("data"), is_language("plain_text")
     (True, True, False, False)
     """
-    return LANGUAGE.fullmatch(name) is not None and name not in NOT_LANGUAGES
+    return (
+        LANGUAGE_PATTERN.fullmatch(name) is not None
+        and name not in NON_LANGUAGE_FOLDERS
+    )
 
 
-ENDINGS = ("parquet", "jsonl", "json", "csv", "tsv")
+PAIR_FILE_ENDINGS = ("parquet", "jsonl", "json", "csv", "tsv")
 
 
-def _flat(folder: Path, split: str) -> list[_File]:
+def _find_flat_files(folder: Path, split: str) -> list[_PairFile]:
     names = {"valid": ("validation", "valid", "dev")}.get(split, (split,))
     found = [
         path
         for name in names
-        for ending in ENDINGS
+        for ending in PAIR_FILE_ENDINGS
         if (path := folder / f"{name}.{ending}").exists()
     ]
     if len(found) > 1:
         raise ValueError(
             f"{folder} needs one file for {split}, it has {', '.join(path.name for path in found)}"
         )
-    return [_File(path, COLUMNS) for path in found]
+    return [_PairFile(path, PAIR_COLUMNS) for path in found]
 
 
-LAYOUTS: dict[str, Callable[[Path, str], list[_File]]] = {
-    "XNLI-1.0/xnli.{dev,test}.tsv with XNLI-MT-1.0*/multinli/multinli.train.<language>.tsv": _official,
-    "<language>/{train,validation,test}-*.parquet": _hub,
-    "{train,validation,test}.{parquet,jsonl,json,csv,tsv}": _flat,
+LAYOUTS: dict[str, Callable[[Path, str], list[_PairFile]]] = {
+    "XNLI-1.0/xnli.{dev,test}.tsv with XNLI-MT-1.0*/multinli/multinli.train.<language>.tsv": _find_official_files,
+    "<language>/{train,validation,test}-*.parquet": _find_hub_files,
+    "{train,validation,test}.{parquet,jsonl,json,csv,tsv}": _find_flat_files,
 }
 
 
-class _Reader:
+class _PairReader:
     """Reads the splits of a folder, and reports what of it is not read.
 
     Args:
@@ -331,7 +345,7 @@ class _Reader:
                 for other in SPLITS
                 for file in self.find(self.folder, other)
             }
-            found = list_some(
+            found = list_first(
                 sorted(path.name for place in places for path in place.iterdir()), 6
             )
             raise ValueError(
@@ -344,16 +358,16 @@ class _Reader:
         for file in files:
             if file.language not in (None, *languages):
                 continue
-            rows, in_file, unused = _rows(file, self.default, languages)
+            rows, in_file, unused = _read_rows(file, self.default, languages)
             said |= in_file
             there |= set(rows.attrs["languages"])
             unused_columns |= unused
             if without := int(rows.language.isna().sum()):
-                pairs = f"{count_of(without, 'pair')} of {file.path.name}"
+                pairs = f"{pluralize(without, 'pair')} of {file.path.name}"
                 self.report.add("left out", f"{split}: {pairs} without a language")
             wanted = rows[rows.language.isin(languages)]
             if len(wanted):
-                checked.append(_checked(file, wanted, split, self.report))
+                checked.append(_check_rows(file, wanted, split, self.report))
         if missing := [language for language in languages if language not in there]:
             others = ", ".join(sorted(there))
             raise ValueError(
@@ -374,33 +388,33 @@ class _Reader:
     def _report_split(
         self,
         split: str,
-        files: list[_File],
+        files: list[_PairFile],
         languages: tuple[str, ...],
         there: set[str],
         unused: Collection[str],
     ) -> None:
         read = [file.path for file in files if file.language in (None, *languages)]
         names = [path.relative_to(self.folder).as_posix() for path in read]
-        self.report.add("read", f"{split}: {list_some(names)}")
+        self.report.add("read", f"{split}: {list_first(names)}")
         report_columns(self.report, split, unused)
         if others := sorted(there - set(languages)):
             self.report.add(
                 "left out",
-                f"{split}: pairs in {list_some(others, 20)}; the recipe takes {', '.join(languages)}",
+                f"{split}: pairs in {list_first(others, 20)}; the recipe takes {', '.join(languages)}",
             )
 
     def report_rest(self) -> None:
         """Report the files of the folder that are of no split."""
-        report_unread(self.report, self.folder, self.named, UNREAD)
+        report_unread(self.report, self.folder, self.named, UNREAD_REASON)
 
 
-def _check_shards(folder: Path, split: str, files: list[_File]) -> None:
+def _check_shards(folder: Path, split: str, files: list[_PairFile]) -> None:
     """Refuse a download that lacks parts, and two files for one language of the official layout."""
     by_folder: dict[Path, list[str]] = {}
     for file in files:
         by_folder.setdefault(file.path.parent, []).append(file.path.name)
     for place, names in by_folder.items():
-        numbers = [match for name in names if (match := SHARD.search(name))]
+        numbers = [match for name in names if (match := SHARD_PATTERN.search(name))]
         for count in {match[2] for match in numbers}:
             there = {int(match[1]) for match in numbers if match[2] == count}
             if lacking := sorted(set(range(int(count))) - there):
@@ -420,16 +434,16 @@ def _check_shards(folder: Path, split: str, files: list[_File]) -> None:
         )
 
 
-def _rows(
-    file: _File, default: str, languages: Collection[str]
+def _read_rows(
+    file: _PairFile, default: str, languages: Collection[str]
 ) -> tuple[pd.DataFrame, bool, set[str]]:
     """Return a file's rows, whether it says their language, and its columns that are not read.
 
     Rows have the columns language, premise, hypothesis and label, are numbered from 1, and have the languages that are
     there in ``attrs``.
     """
-    with reading(file.path):
-        table = _table(file.path)
+    with explain_read_errors(file.path):
+        table = _read_table(file.path)
     columns = _columns(file, table)
     if table.empty:
         raise ValueError(f"{file.path} has no rows")
@@ -448,9 +462,9 @@ def _rows(
         - set(columns.values())
         - ({"language"} if said else set())
     )
-    if has_languages(rows):
-        there, said = languages_of(rows), True
-        rows = of_languages(rows, languages)
+    if has_language_tables(rows):
+        there, said = row_languages(rows), True
+        rows = select_languages(rows, languages)
     else:
         rows["language"] = (
             table["language"].to_numpy() if said else file.language or default
@@ -466,16 +480,16 @@ def _language_name(value: Any) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
-def _columns(file: _File, table: pd.DataFrame) -> dict[str, str]:
+def _columns(file: _PairFile, table: pd.DataFrame) -> dict[str, str]:
     """Return what the columns of a file are called, ours -> its; ValueError where one is missing."""
     columns = file.columns
-    if columns is COLUMNS:  # SNLI's names, where ours are not there
+    if columns is PAIR_COLUMNS:  # SNLI's names, where ours are not there
         replaced = {
             name: other
-            for name, other in OTHER_COLUMNS.items()
+            for name, other in SNLI_COLUMNS.items()
             if name not in table and other in table
         }
-        columns = {**COLUMNS, **replaced}
+        columns = {**PAIR_COLUMNS, **replaced}
     if lacking := [name for name in columns.values() if name not in table]:
         there = ", ".join(map(str, table.columns))[:200] or "none"
         raise ValueError(
@@ -490,13 +504,13 @@ def _label_names(path: Path, column: str) -> list[str]:
         return []
     from pyarrow import parquet
 
-    with reading(path):
+    with explain_read_errors(path):
         stored = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
         features = json.loads(stored).get("info", {}).get("features", {})
         return [str(name) for name in features.get(column, {}).get("names") or []]
 
 
-def _table(path: Path) -> pd.DataFrame:
+def _read_table(path: Path) -> pd.DataFrame:
     """Return all that a file holds. What .csv and .tsv hold is text: "007" stays what it is, and nothing is missing."""
     if path.suffix == ".parquet":
         return pd.read_parquet(path)
@@ -520,27 +534,29 @@ def _table(path: Path) -> pd.DataFrame:
     return table
 
 
-def _checked(
-    file: _File, rows: pd.DataFrame, split: str, report: DataReport
+def _check_rows(
+    file: _PairFile, rows: pd.DataFrame, split: str, report: DataReport
 ) -> pd.DataFrame:
     """Return the rows that have a label, as a number; ValueError for a wrong label or what is no sentence."""
-    labels = rows.label.map(lambda value: SPELLINGS.get(str(value).strip().lower()))
+    labels = rows.label.map(
+        lambda value: LABEL_SPELLINGS.get(str(value).strip().lower())
+    )
     if (wrong := labels.isna()).any():
         row = wrong.idxmax()
         raise ValueError(
-            f"{file.path}, row {row}: label {rows.label[row]!r}; allowed are {', '.join(LABELS)}, or 0, 1, 2, "
+            f"{file.path}, row {row}: label {rows.label[row]!r}; allowed are {', '.join(PAIR_LABELS)}, or 0, 1, 2, "
             "and - for pairs to leave out"
         )
-    keep = labels != UNDECIDED
+    keep = labels != UNDECIDED_LABEL
     if undecided := int((~keep).sum()):
         log.info("%s: %d pairs without an agreed label left out", file.path, undecided)
         report.add(
             "left out",
-            f"{split}: {count_of(undecided, 'pair')} of {file.path.name} without an agreed label",
+            f"{split}: {pluralize(undecided, 'pair')} of {file.path.name} without an agreed label",
         )
     if rows.label.map(lambda value: str(value).strip()[:1].isdigit()).any():
         report.add(
-            "markers", f"{split}: labels 0, 1, 2 are read as {', '.join(LABELS)}"
+            "markers", f"{split}: labels 0, 1, 2 are read as {', '.join(PAIR_LABELS)}"
         )
     rows = rows.assign(label=labels.astype("int64"))[keep]
     check_sentences(file.path, rows)
@@ -550,7 +566,7 @@ def _checked(
 def download(name: str, language: str = "de") -> Path:
     """Get one language of "xnli", or a pretrained model, through the Hugging Face hub's own client."""
     if name == "xnli":
-        repository, kind, files = XNLI, "dataset", [f"{language}/*"]
+        repository, kind, files = XNLI_REPOSITORY, "dataset", [f"{language}/*"]
     else:
         repository, kind, files = CHECKPOINTS[name], "model", CHECKPOINT_FILES
     folder = data_dir() / name

@@ -17,7 +17,7 @@ class DataNotFoundError(FileNotFoundError):
     """A data set is not on this machine; the message names the command that gets it."""
 
 
-def not_here(name: str, note: str = "") -> DataNotFoundError:
+def missing_data_error(name: str, note: str = "") -> DataNotFoundError:
     """Return the error of a named data set that is not in the data folder."""
     return DataNotFoundError(
         f"{name} is not in {data_dir()}{note}; get it with: {command(f'download {name}')}"
@@ -32,7 +32,7 @@ def own_path(path: str) -> Path:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def explain_read_errors(path: Path) -> Iterator[None]:
     """Turn whatever a library raises over a file into one ValueError that names the file and the reason.
 
     A damaged or hostile file makes libraries raise nearly anything, also what the command line must not see: EOFError
@@ -67,7 +67,7 @@ def reading(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
-def sources(recipe: Recipe) -> list[Path]:
+def data_paths(recipe: Recipe) -> list[Path]:
     """Return the files and folders that a recipe's data set is read from; none for embedded data."""
     if is_own(recipe.dataset):
         parts = (
@@ -85,10 +85,10 @@ def fingerprint(recipe: Recipe) -> str:
     data differ, as their times do: what was trained on is told by the ``data_checksum`` of a row. Pretrained weights
     are not part of it. Embedded data, and data that is not there, have the fingerprint "".
     """
-    return fingerprint_of(sources(recipe))
+    return fingerprint_paths(data_paths(recipe))
 
 
-def fingerprint_of(paths: Iterable[Path]) -> str:
+def fingerprint_paths(paths: Iterable[Path]) -> str:
     """Return the fingerprint of files and of all that is in folders."""
     digest = hashlib.sha256()
     found = False
@@ -120,20 +120,20 @@ def check_data(recipe: Recipe) -> None:
     experiment = EXPERIMENTS[recipe.task]
     experiment.check_dataset(recipe.dataset)
     if not is_own(recipe.dataset):
-        if experiment.named[recipe.dataset].folders and not sources(recipe):
-            raise not_here(recipe.dataset)
+        if experiment.named[recipe.dataset].folders and not data_paths(recipe):
+            raise missing_data_error(recipe.dataset)
         return
-    for path in sources(recipe):
+    for path in data_paths(recipe):
         if not path.exists():
             raise DataNotFoundError(f"there is no file or folder {path}")
-        if not _laid_out(path, recipe.task):
+        if not _has_layout(path, recipe.task):
             raise ValueError(
                 f"{path} is no data for this task ({recipe.task}); it needs {experiment.needs} "
-                f"(see data/cards/{experiment.card}); {_seen(path)}"
+                f"(see data/cards/{experiment.card}); {_describe_contents(path)}"
             )
 
 
-def task_of_data(dataset: str) -> str:
+def task_for_data(dataset: str) -> str:
     """Return the task that a data set is for: a named one has its own; data of yours, the first that can read it."""
     if not is_own(dataset):
         if task_of_dataset(dataset) is None and own_path(dataset).is_dir():
@@ -144,36 +144,39 @@ def task_of_data(dataset: str) -> str:
     path = own_path(dataset.partition(",")[0])
     if not path.exists():
         raise DataNotFoundError(f"there is no file or folder {path}")
-    found = next((task for task in EXPERIMENTS if _laid_out(path, task)), None)
+    found = next((task for task in EXPERIMENTS if _has_layout(path, task)), None)
     if found is None:
         needs = "; ".join(f"{task}: {e.needs}" for task, e in EXPERIMENTS.items())
         said = (
-            _seen(path)
-            if _way_out(path)
-            else f"{_seen(path)}. {needs} (see data/cards)"
+            _describe_contents(path)
+            if _suggest_layout(path)
+            else f"{_describe_contents(path)}. {needs} (see data/cards)"
         )
         raise ValueError(f"{path} is not laid out as any task needs it; {said}")
     return found
 
 
-VOC_BOXES = "boxes need Pascal VOC's layout: Annotations/<id>.xml, JPEGImages/<id>.jpg, ImageSets/Main/train.txt"
-CLASS_FOLDERS = "give the pictures of every class a folder of their own"
-KINDS = "pictures of this kind are not read; save them as .jpg or .png, those of every class in a folder of their own"
-SAVE_GRAPH = "numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)"
-WAYS_OUT = {  # what else people have, and what to do with it
-    "*.xml|*/*.xml": VOC_BOXES,
-    "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": CLASS_FOLDERS,
-    "labels/*.txt|*/labels/*.txt|labels/*/*.txt": VOC_BOXES,
+VOC_LAYOUT_HINT = "boxes need Pascal VOC's layout: Annotations/<id>.xml, JPEGImages/<id>.jpg, ImageSets/Main/train.txt"
+CLASS_FOLDER_HINT = "give the pictures of every class a folder of their own"
+UNREAD_IMAGE_HINT = (
+    "images of this kind are not read; save them as .jpg or .png, those of every class "
+    "in a folder of their own"
+)
+SAVE_GRAPH_CALL = "numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)"
+LAYOUT_HINTS = {  # what else people have, and what to do with it
+    "*.xml|*/*.xml": VOC_LAYOUT_HINT,
+    "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": CLASS_FOLDER_HINT,
+    "labels/*.txt|*/labels/*.txt|labels/*/*.txt": VOC_LAYOUT_HINT,
     "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
-    "*.json|*/*.json": VOC_BOXES,
+    "*.json|*/*.json": VOC_LAYOUT_HINT,
     "T[rR][aA][iI][nN]/*/*|[tT][rR][aA][iI][nN][iI][nN][gG]/*/*": (
         "call the folders train/ and test/, in small letters"
     ),
     "*.jsonl|*.tsv|*.parquet": "call the files of sentence pairs train, validation and test, such as train.jsonl",
     "*.tokens|*.raw": "call the files of a text train, valid and test, such as wiki.train.tokens",
-    "*.graphml|*.gml|*.edgelist|*.edges|*.mat": f"save a graph with {SAVE_GRAPH}",
-    "*.pt|*/*.pt": f"save a graph of PyTorch Geometric with {SAVE_GRAPH}",
-    "*.[hHaA][eEvV][iI][cCfF]|*.[gG][iI][fF]|*/*.[hHaA][eEvV][iI][cCfF]|*/*.[gG][iI][fF]": KINDS,
+    "*.graphml|*.gml|*.edgelist|*.edges|*.mat": f"save a graph with {SAVE_GRAPH_CALL}",
+    "*.pt|*/*.pt": f"save a graph of PyTorch Geometric with {SAVE_GRAPH_CALL}",
+    "*.[hHaA][eEvV][iI][cCfF]|*.[gG][iI][fF]|*/*.[hHaA][eEvV][iI][cCfF]|*/*.[gG][iI][fF]": UNREAD_IMAGE_HINT,
     "*-ubyte*|*/*-ubyte*|*/*/*-ubyte*": "save MNIST's files as train.npz and test.npz, with data and labels",
     "*/*/*.[jJ][pP]*[gG]|*/*/*.[pP][nN][gG]|*/train/*/*": (
         "give the folder in which the folders of the classes, or train/, lie"
@@ -181,7 +184,7 @@ WAYS_OUT = {  # what else people have, and what to do with it
 }
 
 
-def _seen(path: Path) -> str:
+def _describe_contents(path: Path) -> str:
     """Say what is there instead, and a way out where it is known."""
     names = (
         sorted(p.name + "/" * p.is_dir() for p in path.iterdir())
@@ -189,36 +192,36 @@ def _seen(path: Path) -> str:
         else [path.name]
     )
     if path.suffix == ".npz":
-        with reading(path), zipfile.ZipFile(path) as archive:
+        with explain_read_errors(path), zipfile.ZipFile(path) as archive:
             names = [
                 f"the array {name.removesuffix('.npy')}" for name in archive.namelist()
             ]
     found = (
         f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
     )
-    return "; ".join(filter(None, (found, _way_out(path))))
+    return "; ".join(filter(None, (found, _suggest_layout(path))))
 
 
-def _way_out(path: Path) -> str:
-    return next((way for word, way in WAYS_OUT.items() if _has(path, word)), "")
+def _suggest_layout(path: Path) -> str:
+    return next((way for word, way in LAYOUT_HINTS.items() if _matches(path, word)), "")
 
 
-def _laid_out(path: Path, task: str) -> bool:
+def _has_layout(path: Path, task: str) -> bool:
     return any(
-        all(_has(path, word) for word in layout.split())
+        all(_matches(path, word) for word in layout.split())
         for layout in EXPERIMENTS[task].layouts
     )
 
 
-def _has(path: Path, word: str) -> bool:
+def _matches(path: Path, word: str) -> bool:
     """Whether a folder, an archive or the name of a file has what fits one of the patterns of a word; "!" turns it."""
     if word.startswith("!"):
-        return path.is_file() or not _has(path, word[1:])
+        return path.is_file() or not _matches(path, word[1:])
     if path.is_dir():
         return any(next(path.glob(pattern), None) for pattern in word.split("|"))
     if path.suffix != ".npz":
         return any(fnmatchcase(path.name, pattern) for pattern in word.split("|"))
-    with reading(path), zipfile.ZipFile(path) as archive:
+    with explain_read_errors(path), zipfile.ZipFile(path) as archive:
         return any(
             fnmatchcase(name, pattern)
             for name in archive.namelist()

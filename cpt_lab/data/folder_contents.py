@@ -18,17 +18,17 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from cpt_lab.data.files import reading
-from cpt_lab.data.pictures import PICTURE_ENDINGS, UNREAD_ENDINGS, open_rgb
-from cpt_lab.data.report import DataReport, count_of, list_some
+from cpt_lab.data.files import explain_read_errors
+from cpt_lab.data.image_decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, open_rgb
+from cpt_lab.data.report import DataReport, list_first, pluralize
 
 HIDDEN_STARTS = (".", "__", "@")
 HIDDEN_NAMES = ("lost+found", "$RECYCLE.BIN", "System Volume Information")
-HIDDEN = "hidden files and folders are not read"
-OTHER_KIND = "pictures of this kind are not read; save them as .jpg or .png"
-NO_PICTURE = "no pictures"
-MISSING = -1  # size of a file that is not there
-MIDDLE = 256  # bytes that tell most files of one size apart
+HIDDEN_REASON = "hidden files and folders are not read"
+UNREAD_FORMAT = "pictures of this kind are not read; save them as .jpg or .png"
+NOT_AN_IMAGE = "no pictures"
+MISSING_SIZE = -1  # size of a file that is not there
+MIDDLE_BYTES = 256  # bytes that tell most files of one size apart
 OUTSIDE_CLASS_FOLDERS = "pictures outside of the folders of the classes are not read"
 
 
@@ -46,7 +46,7 @@ class FolderContents:
         default_factory=list
     )  # neither files nor folders, such as pipes
 
-    def below(self, folder: str) -> list[str]:
+    def files_below(self, folder: str) -> list[str]:
         """Return the files below a folder, or all for ""."""
         return [
             name for name in self.files if not folder or name.startswith(f"{folder}/")
@@ -63,7 +63,7 @@ class FolderContents:
 
     def report_unread(self, report: DataReport) -> None:
         """Add facts about what cannot be read, whatever the layout."""
-        report.leave_out(HIDDEN, self.hidden)
+        report.leave_out(HIDDEN_REASON, self.hidden)
         report.leave_out("links that lead back to a folder around them", self.loops)
         report.leave_out("neither files nor folders", self.devices)
         parents = {
@@ -74,7 +74,7 @@ class FolderContents:
         if empty := sorted(set(self.folders) - parents):
             report.add(
                 "left out",
-                f"{count_of(len(empty), 'folder')} without files ({list_some(empty)})",
+                f"{pluralize(len(empty), 'folder')} without files ({list_first(empty)})",
             )
 
 
@@ -87,9 +87,9 @@ def is_hidden(name: str) -> bool:
     return name.startswith(HIDDEN_STARTS) or name in HIDDEN_NAMES
 
 
-def is_picture(name: str) -> bool:
+def is_image_file(name: str) -> bool:
     """Return whether a file has an ending of the pictures that are read."""
-    return name.lower().endswith(PICTURE_ENDINGS)
+    return name.lower().endswith(IMAGE_ENDINGS)
 
 
 def list_folder(folder: Path) -> FolderContents:
@@ -106,7 +106,7 @@ def _collect(
     hidden: bool,
     around: tuple[Any, ...],
 ) -> None:
-    with reading(folder):
+    with explain_read_errors(folder):
         stat = folder.stat()
         entries = sorted(os.listdir(folder))
     inside = (*around, (stat.st_dev, stat.st_ino))
@@ -118,7 +118,7 @@ def _collect(
             folder / entry,
             hidden or is_hidden(entry),
         )
-        kind = _kind(path, inside)
+        kind = _entry_kind(path, inside)
         if kind == "folder":
             if not is_shadow:
                 contents.folders.append(name)
@@ -129,7 +129,7 @@ def _collect(
             (contents.loops if kind == "loop" else contents.devices).append(name)
 
 
-def _kind(path: Path, inside: tuple[Any, ...]) -> str:
+def _entry_kind(path: Path, inside: tuple[Any, ...]) -> str:
     """Return "file", "folder", "loop" or "device"; a link to nowhere is a file, which is missed when it is read."""
     try:
         stat = path.stat()
@@ -144,23 +144,23 @@ def _kind(path: Path, inside: tuple[Any, ...]) -> str:
     return "file" if S_ISREG(stat.st_mode) else "device"
 
 
-def leave_out_files(
+def report_unused_files(
     report: DataReport, names: Iterable[str], reason: str = OUTSIDE_CLASS_FOLDERS
 ) -> None:
     """Add facts about files that are not read; ``reason`` is that of pictures of a kind that would be."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        if is_picture(name):
+        if is_image_file(name):
             by_reason[reason].append(name)
         else:
             by_reason[
-                OTHER_KIND if name.lower().endswith(UNREAD_ENDINGS) else NO_PICTURE
+                UNREAD_FORMAT if name.lower().endswith(UNREAD_ENDINGS) else NOT_AN_IMAGE
             ].append(name)
     for why, found in by_reason.items():
         report.leave_out(why, found)
 
 
-class PictureFiles(Dataset):
+class ImageFiles(Dataset):
     """Pictures of classes on disk, as torchvision's ImageFolder has them.
 
     Attributes:
@@ -194,9 +194,9 @@ class PictureFiles(Dataset):
         return open_rgb(self.samples[index][0], self.bits), self.label(index)
 
 
-def class_pictures(
+def read_class_folders(
     folder: Path, part: str, contents: FolderContents, report: DataReport
-) -> PictureFiles:
+) -> ImageFiles:
     """Return the pictures in the class folders of a split, and report all else below it.
 
     Args:
@@ -211,18 +211,18 @@ def class_pictures(
     classes = contents.subfolders(part)
     if not classes:
         raise ValueError(
-            f"{folder / part} has no folder of a class in it{_way_out(contents, part)}"
+            f"{folder / part} has no folder of a class in it{_suggest_class_folders(contents, part)}"
         )
-    files_of, outside = _by_class(contents.below(part), part, classes)
+    files_of, outside = _group_by_class(contents.files_below(part), part, classes)
     samples: list[tuple[str, int]] = []
     unread = outside
     nested: Counter[str] = Counter()
     for number, name in enumerate(classes):
-        pictures = [file for file in files_of[name] if is_picture(file)]
-        others = [file for file in files_of[name] if not is_picture(file)]
+        pictures = [file for file in files_of[name] if is_image_file(file)]
+        others = [file for file in files_of[name] if not is_image_file(file)]
         if not pictures:
             raise ValueError(
-                f"{folder / part / name} is the folder of a class, and has no picture{_instead(others)}"
+                f"{folder / part / name} is the folder of a class, and has no picture{_describe_other_files(others)}"
             )
         samples += [
             (str(folder / file), number)
@@ -237,13 +237,13 @@ def class_pictures(
                 if parent != posixpath.join(part, name)
             }
         )
-    leave_out_files(report, unread)
+    report_unused_files(report, unread)
     _report_nested(report, nested)
-    _report_alike(report, part, classes)
-    return PictureFiles(folder / part, classes, samples)
+    _report_similar_classes(report, part, classes)
+    return ImageFiles(folder / part, classes, samples)
 
 
-def _by_class(
+def _group_by_class(
     files: list[str], part: str, classes: Collection[str]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files of each class folder of a split, and those beside the class folders."""
@@ -255,7 +255,7 @@ def _by_class(
     return files_of, outside
 
 
-def _instead(files: list[str]) -> str:
+def _describe_other_files(files: list[str]) -> str:
     """Return what is in a class folder that has no picture."""
     if not files:
         return ""
@@ -263,19 +263,19 @@ def _instead(files: list[str]) -> str:
         PurePosixPath(name).suffix.lower() or "without ending" for name in files
     )
     found = ", ".join(
-        f"{count_of(count, 'file')} {ending}"
+        f"{pluralize(count, 'file')} {ending}"
         for ending, count in endings.most_common(3)
     )
     return f" that is read (found: {found}); save pictures as .jpg or .png"
 
 
-def _way_out(contents: FolderContents, part: str) -> str:
-    pictures = [name for name in contents.below(part) if is_picture(name)]
+def _suggest_class_folders(contents: FolderContents, part: str) -> str:
+    pictures = [name for name in contents.files_below(part) if is_image_file(name)]
     if not pictures:
         return ""
     return (
-        f"; {count_of(len(pictures), 'picture')} lie directly in it ({list_some(pictures)}): give those of every class "
-        f"a folder of their own, {part + '/' if part else ''}<class>/"
+        f"; {pluralize(len(pictures), 'picture')} lie directly in it ({list_first(pictures)}): give those of every "
+        f"class a folder of their own, {part + '/' if part else ''}<class>/"
     )
 
 
@@ -284,18 +284,20 @@ def _report_nested(report: DataReport, nested: Counter[str]) -> None:
         folders = [f"{name} {count:,}" for name, count in sorted(nested.items())]
         report.add(
             "changed",
-            f"{count_of(nested.total(), 'picture')} in folders inside of class folders belong to that class "
-            f"({list_some(folders)})",
+            f"{pluralize(nested.total(), 'picture')} in folders inside of class folders belong to that class "
+            f"({list_first(folders)})",
         )
 
 
-def same_spelling(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return what names have in common that people take for one: case, composed letters and blanks do not count."""
     return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
-def _report_alike(report: DataReport, part: str, classes: Collection[str]) -> None:
-    for alike in group_alike(classes):
+def _report_similar_classes(
+    report: DataReport, part: str, classes: Collection[str]
+) -> None:
+    for alike in group_similar_names(classes):
         where = f" in {part}/" if part else ""
         report.add(
             "classes",
@@ -303,7 +305,7 @@ def _report_alike(report: DataReport, part: str, classes: Collection[str]) -> No
         )
 
 
-def group_alike(names: Collection[str]) -> list[list[str]]:
+def group_similar_names(names: Collection[str]) -> list[list[str]]:
     """Return the names that differ in case, composed letters or blanks alone, in groups.
 
     >>> group_alike(["Cat", "cat", "dog"])
@@ -311,7 +313,7 @@ def group_alike(names: Collection[str]) -> list[list[str]]:
     """
     groups = defaultdict(list)
     for name in sorted(names):
-        groups[same_spelling(name)].append(name)
+        groups[normalize_name(name)].append(name)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -326,7 +328,7 @@ def identical_files(first: Sequence[str], second: Sequence[str]) -> dict[str, st
         digests = {path: key(path) for path in [*ours, *theirs]}
         shared = {digests[path] for path in ours} & {
             digests[path] for path in theirs
-        } - {MISSING}
+        } - {MISSING_SIZE}
         ours = [path for path in ours if digests[path] in shared]
         theirs = [path for path in theirs if digests[path] in shared]
     originals: dict[str, str] = {}
@@ -335,7 +337,7 @@ def identical_files(first: Sequence[str], second: Sequence[str]) -> dict[str, st
     return {path: originals[digests[path]] for path in theirs}
 
 
-def repeated_files(paths: Sequence[str]) -> dict[str, str]:
+def duplicate_files(paths: Sequence[str]) -> dict[str, str]:
     """Return files whose bytes are those of an earlier one: {file: the first of its copies}."""
     left = list(paths)
     digests: dict[str, Any] = {}
@@ -345,7 +347,7 @@ def repeated_files(paths: Sequence[str]) -> dict[str, str]:
         left = [
             path
             for path in left
-            if counts[digests[path]] > 1 and digests[path] != MISSING
+            if counts[digests[path]] > 1 and digests[path] != MISSING_SIZE
         ]
     originals: dict[str, str] = {}
     for path in left:
@@ -361,16 +363,16 @@ def _size(path: str) -> int:
     try:
         return Path(path).stat().st_size
     except FileNotFoundError:  # a link to nowhere: named when it is read
-        return MISSING
+        return MISSING_SIZE
 
 
 def _middle(path: str) -> bytes:
     """Return some bytes from the middle of a file."""
-    with reading(Path(path)), Path(path).open("rb") as file:
-        file.seek(max(0, _size(path) // 2 - MIDDLE // 2))
-        return file.read(MIDDLE)
+    with explain_read_errors(Path(path)), Path(path).open("rb") as file:
+        file.seek(max(0, _size(path) // 2 - MIDDLE_BYTES // 2))
+        return file.read(MIDDLE_BYTES)
 
 
 def _digest(path: str) -> str:
-    with reading(Path(path)), Path(path).open("rb") as file:
+    with explain_read_errors(Path(path)), Path(path).open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()

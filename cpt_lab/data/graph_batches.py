@@ -69,13 +69,13 @@ def _sample(
         fanout is not None
         and (large := torch.nonzero(degree > fanout).squeeze(1)).numel()
     ):
-        chosen = _floyd(degree[large], fanout, generator)
+        chosen = _draw_distinct(degree[large], fanout, generator)
         where = indptr[large].unsqueeze(1) + torch.arange(fanout, device=nodes.device)
         edges[where] = start[large].unsqueeze(1) + chosen
     return indptr, edges
 
 
-def _floyd(count: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def _draw_distinct(count: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Draw k different numbers below count[i] for every row i, (rows, k): Floyd's algorithm, all rows at a time."""
     random = torch.rand(
         k, len(count), generator=generator, device=count.device, dtype=torch.float64

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from cpt_lab.data.common import SPLITS
-from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
+from cpt_lab.data.report import DataReport, list_counts, list_first, pluralize
+from cpt_lab.data.splits import SPLITS
 
 # names of arrays that other tools write -> why they play no part
 UNUSED_ARRAYS = {
@@ -57,14 +57,14 @@ def report_arrays(
         reason = (
             f"{instead[name]} is read in its place"
             if name in instead
-            else _why_unused(name)
+            else _unused_reason(name)
         )
         report.add(
             "left out", f"the array {describe_array(name, arrays[name])}: {reason}"
         )
 
 
-def _why_unused(name: str) -> str:
+def _unused_reason(name: str) -> str:
     for patterns, reason in UNUSED_ARRAYS.items():
         if any(fnmatchcase(name.lower(), pattern) for pattern in patterns.split("|")):
             return reason
@@ -91,17 +91,17 @@ def report_edges(
         both: edges of the graph, in both directions, without self-loops.
     """
     edges = len(source)
-    report.add("read", f"{count_of(edges, 'edge')}, taken in both directions")
+    report.add("read", f"{pluralize(edges, 'edge')}, taken in both directions")
     if loops := edges - apart:
-        report.add("changed", f"{count_of(loops, 'self-loop')} of the file dropped")
+        report.add("changed", f"{pluralize(loops, 'self-loop')} of the file dropped")
     if doubled := apart - merged:
         report.add(
-            "changed", f"{count_of(doubled, 'edge')} given more than once merged"
+            "changed", f"{pluralize(doubled, 'edge')} given more than once merged"
         )
     if one_way := both - merged:
         report.add(
             "changed",
-            f"{one_way:,} of {count_of(merged, 'edge')} taken in the other direction, too",
+            f"{one_way:,} of {pluralize(merged, 'edge')} taken in the other direction, too",
         )
     if apart and one_way == merged and not np.intersect1d(source, destination).size:
         report.add(
@@ -128,13 +128,13 @@ def report_features(
     low, high = features.min(0), features.max(0)
     report.add(
         "values",
-        f"{count_of(len(low), 'feature')} from {low.min():.6g} to {high.max():.6g}",
+        f"{pluralize(len(low), 'feature')} from {low.min():.6g} to {high.max():.6g}",
     )
     zero, constant = int(((low == 0) & (high == 0)).sum()), int((low == high).sum())
     if constant:
         report.add(
             "values",
-            f"{count_of(constant, 'feature')} equal in all nodes, {zero:,} of them 0",
+            f"{pluralize(constant, 'feature')} equal in all nodes, {zero:,} of them 0",
         )
 
 
@@ -148,7 +148,7 @@ def report_same_features(
     for part in SPLITS[1:]:
         same = sum(row.tobytes() in trained for row in features[split[part]])
         if same:
-            nodes = count_of(len(split[part]), f"{part} node")
+            nodes = pluralize(len(split[part]), f"{part} node")
             report.add(
                 "overlap",
                 f"{same:,} of {nodes} have the same features as a training node",
@@ -169,10 +169,10 @@ def report_labels(
         list_counts({f"class {number}:": int(counts[number]) for number in present}),
     )
     if without := int((labels < 0).sum()):
-        report.add("classes", f"{count_of(without, 'node')} without a label")
+        report.add("classes", f"{pluralize(without, 'node')} without a label")
     missing = np.flatnonzero(counts == 0)
     if len(missing):
-        named = f"{'class' if len(missing) == 1 else 'classes'} {list_some([str(n) for n in missing], 8)}"
+        named = f"{'class' if len(missing) == 1 else 'classes'} {list_first([str(n) for n in missing], 8)}"
         report.add(
             "classes",
             f"no node has the {named}: the model has outputs for {classes:,} classes",
@@ -182,13 +182,13 @@ def report_labels(
             hint = f"if {last} stands for nodes without a label, write -1"
             report.add(
                 "markers",
-                f"{count_of(int(counts[last]), 'node')} of class {last}, after a gap; {hint}",
+                f"{pluralize(int(counts[last]), 'node')} of class {last}, after a gap; {hint}",
             )
     untrained = np.setdiff1d(present, labels[split["train"]])
     if len(untrained):
         report.add(
             "classes",
-            f"no training node has the label {list_some([str(n) for n in untrained], 8)}",
+            f"no training node has the label {list_first([str(n) for n in untrained], 8)}",
         )
 
 
@@ -202,7 +202,7 @@ def report_split(
     if unused:
         report.add(
             "split",
-            f"{count_of(unused, 'node')} with a label in none of them, used as neighbours alone",
+            f"{pluralize(unused, 'node')} with a label in none of them, used as neighbours alone",
         )
 
 

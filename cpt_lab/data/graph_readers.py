@@ -21,19 +21,19 @@ import numpy as np
 import torch
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.common import SPLITS, whole_numbers
-from cpt_lab.data.files import not_here, reading, sources
+from cpt_lab.data.files import data_paths, explain_read_errors, missing_data_error
 from cpt_lab.data.graph_facts import report_arrays, report_repeated_entries
-from cpt_lab.data.inert_pickle import array_of, load_inert, sparse_of
-from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.inert_pickle import load_inert, to_array, to_csr_parts
+from cpt_lab.data.report import DataReport, empty_report, pluralize
+from cpt_lab.data.splits import SPLITS, as_int64_vector
 from cpt_lab.data.unread_files import is_below_hidden, report_unread
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_lab.paths import command, data_dir
 
 log = logging.getLogger(__name__)
-URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
+OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
 # nodes, edges (each once), features and classes, as OGB states them
-OFFICIAL = {
+OFFICIAL_COUNTS = {
     "ogbn-arxiv": (169_343, 1_166_243, 128, 40),
     "ogbn-products": (2_449_029, 61_859_140, 100, 47),
 }
@@ -80,7 +80,7 @@ def read_digits(report: DataReport) -> RawGraph:
     return RawGraph(title, (source, destination), pixels, labels, split)
 
 
-NAMES = {
+ARRAY_NAMES = {
     "edges": ("edge_index", "edges"),
     "features": ("features", "node_features", "x"),
     "labels": ("labels", "node_labels", "y"),
@@ -91,18 +91,22 @@ NAMES = {
 
 
 CSR_NAMES = ("feat_indptr", "feat_indices", "feat_shape")
-MAX_VALUES = 2**32  # of a dense matrix: 17 GB as float32
+MAX_MATRIX_VALUES = 2**32  # of a dense matrix: 17 GB as float32
 
 
 def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
     """Read a graph from an ``.npz`` archive of the documented layout; what it does not use is in the report."""
     report = empty_report() if report is None else report
-    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
+    with (
+        explain_read_errors(path),
+        path.open("rb") as file,
+        np.load(file, allow_pickle=False) as z,
+    ):
         arrays = _arrays(path, z, report)
         used: list[str] = []
         instead: dict[str, str] = {}
         found: dict[str, np.ndarray] = {}
-        for what, names in NAMES.items():
+        for what, names in ARRAY_NAMES.items():
             key = next((n for n in names if n in arrays), None)
             if key is not None:
                 found[what] = arrays[key]
@@ -120,7 +124,9 @@ def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
                 )
         report_arrays(report, arrays, used, instead)
         labels = _labels(f"{path}: labels", found["labels"], report)
-    source, destination = _ends(path, found["edges"], "edge_index" in arrays, report)
+    source, destination = _edge_ends(
+        path, found["edges"], "edge_index" in arrays, report
+    )
     title, there = (
         f"own graph ({path.stem})",
         [part for part in SPLITS if part in found],
@@ -156,7 +162,7 @@ def _arrays(path: Path, archive: Any, report: DataReport) -> dict[str, np.ndarra
         except ValueError as error:
             if "allow_pickle" not in str(error):
                 raise
-            if any(name in names for names in NAMES.values()):
+            if any(name in names for names in ARRAY_NAMES.values()):
                 raise ValueError(
                     f"{path}: the array {name} holds Python objects; save it as numbers"
                 ) from error
@@ -164,7 +170,7 @@ def _arrays(path: Path, archive: Any, report: DataReport) -> dict[str, np.ndarra
     return arrays
 
 
-def _ends(
+def _edge_ends(
     path: Path, edges: np.ndarray, pyg: bool, report: DataReport
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return sources and destinations of an array of edges in either shape."""
@@ -192,9 +198,9 @@ def _labels(what: str, given: np.ndarray, report: DataReport) -> np.ndarray:
     missing = int(np.isnan(given).sum()) if given.dtype.kind == "f" else 0
     if missing:
         report.add(
-            "changed", f"{count_of(missing, 'label')} NaN: nodes without a label"
+            "changed", f"{pluralize(missing, 'label')} NaN: nodes without a label"
         )
-    return whole_numbers(what, given, missing=-1)
+    return as_int64_vector(what, given, missing=-1)
 
 
 def dense_matrix(
@@ -214,7 +220,8 @@ def dense_matrix(
         report: gets a fact where an entry is given more than once.
     """
     ends, places, size = (
-        whole_numbers(f"{path}: {n}", part) for n, part in zip(names, csr, strict=True)
+        as_int64_vector(f"{path}: {n}", part)
+        for n, part in zip(names, csr, strict=True)
     )
     fits = len(size) == 2 and (size >= 0).all() and len(ends) == size[0] + 1
     fits = (
@@ -233,7 +240,7 @@ def dense_matrix(
         )
     if data is not None and data.dtype.kind not in "iufb":
         raise ValueError(f"{path}: features must be real numbers, got {data.dtype}")
-    features = _zeros(path, tuple(size.tolist()))
+    features = _zero_matrix(path, tuple(size.tolist()))
     cells = np.repeat(np.arange(size[0]), np.diff(ends)) * size[1] + places
     repeated = len(cells) - len(np.unique(cells))
     if repeated:
@@ -245,9 +252,9 @@ def dense_matrix(
     return features
 
 
-def _zeros(path: Path, shape: tuple[int, int]) -> np.ndarray:
+def _zero_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """Return a matrix of zeros in float32; ValueError where it would be too large."""
-    if math.prod(shape) > MAX_VALUES:
+    if math.prod(shape) > MAX_MATRIX_VALUES:
         raise ValueError(
             f"{path}: features of shape {shape} would take {math.prod(shape) * 4 / 1e9:,.0f} GB"
         )
@@ -276,12 +283,12 @@ def _indices(
     if (count := given.shape[0 if by_row else 1]) > 1:
         report.add(
             "left out",
-            f"{count_of(count - 1, 'mask')} of the {part} split: the first of {count} is used",
+            f"{pluralize(count - 1, 'mask')} of the {part} split: the first of {count} is used",
         )
     return np.flatnonzero(given[0] if by_row else given[:, 0])
 
 
-OGB_UNREAD = (
+OGB_UNREAD_REASONS = (
     ("raw/edge-feat.csv.gz", "features of edges play no part"),
     ("raw/edge_reltype.csv.gz", "edges are of one type here"),
     ("raw/edge-*.csv.gz", "edges have ends alone here"),
@@ -333,7 +340,7 @@ def read_ogb_folder(
         f"OGB's raw layout: edges {edges.shape}, features {features.shape}, labels {labels.shape}",
     )
     report.add("split", f"that of split/{splits[0].name}")
-    report_unread(report, path, list(files.values()), "not read", OGB_UNREAD)
+    report_unread(report, path, list(files.values()), "not read", OGB_UNREAD_REASONS)
     return RawGraph(title, (edges[:, 0], edges[:, 1]), features, labels, split)
 
 
@@ -341,7 +348,7 @@ def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarra
     """Return a table of numbers without a header, (lines, columns), in one type or (None) as it is written."""
     import pandas as pd  # here, as it takes half a second
 
-    with reading(path):
+    with explain_read_errors(path):
         if path.stat().st_size == 0:  # a table without lines is some bytes of gzip
             raise ValueError("the file is empty")
         try:
@@ -359,9 +366,9 @@ def read_ogb(recipe: GraphRecipe, report: DataReport | None = None) -> RawGraph:
     """Return a data set of OGB with its official split; ValueError where its counts are not the official ones."""
     report = empty_report() if report is None else report
     name = recipe.dataset
-    found = [folder for folder in sources(recipe) if (folder / "raw").is_dir()]
+    found = [folder for folder in data_paths(recipe) if (folder / "raw").is_dir()]
     if not found:
-        raise not_here(name)
+        raise missing_data_error(name)
     try:
         graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title, report)
     except ValueError as error:
@@ -370,13 +377,15 @@ def read_ogb(recipe: GraphRecipe, report: DataReport | None = None) -> RawGraph:
         ) from error
     for folder in found[:-1]:
         report.add("left out", f"the folder {folder.name}/: {found[-1].name}/ is read")
-    *official, graph.classes = OFFICIAL[name]
+    *official, graph.classes = OFFICIAL_COUNTS[name]
     counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
     if counts != official:
         raise ValueError(
             f"{found[-1]} is not the official {name}: nodes, edges, features {counts}, not {official}"
         )
-    evaluator(name)  # without its library this ends here, not at the first evaluation
+    ogb_evaluator(
+        name
+    )  # without its library this ends here, not at the first evaluation
     graph.ogb = name
     return graph
 
@@ -391,7 +400,7 @@ def download(name: str, language: str = "") -> Path:
         ValueError: when the archive is not the one that was downloaded first, or is damaged.
         ImportError: without the libraries of the extra ``graph``.
     """
-    evaluator(name)  # without its library there would be no use for the data
+    ogb_evaluator(name)  # without its library there would be no use for the data
     folder = data_dir() / EXPERIMENT.named[name].folders[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
     kept = folder.with_name(f"{folder.name}.sha256")
@@ -400,7 +409,7 @@ def download(name: str, language: str = "") -> Path:
     ) as temporary:
         archive = Path(temporary, "archive.zip")
         torch.hub.download_url_to_file(
-            URL.format(name.removeprefix("ogbn-")), str(archive)
+            OGB_URL.format(name.removeprefix("ogbn-")), str(archive)
         )
         with archive.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -418,7 +427,7 @@ def download(name: str, language: str = "") -> Path:
 
 def _unpack(archive: Path, folder: Path) -> Path:
     """Unpack the raw files and the split of an archive, nothing else, below a folder; return the one that has them."""
-    with reading(archive), zipfile.ZipFile(archive) as z:
+    with explain_read_errors(archive), zipfile.ZipFile(archive) as z:
         z.extractall(
             folder,
             [
@@ -432,7 +441,7 @@ def _unpack(archive: Path, folder: Path) -> Path:
     return edges.parent.parent
 
 
-def evaluator(name: str) -> Any:
+def ogb_evaluator(name: str) -> Any:
     """Return OGB's evaluator of a data set, without a question to the network; what OGB prints goes to the log."""
     sys.modules.setdefault("outdated", cast(Any, None))  # would ask for newer versions
     printed = io.StringIO()
@@ -467,16 +476,16 @@ def read_planetoid(graph_file: Path, report: DataReport | None = None) -> RawGra
     nodes = int(
         max(test.max() + 1, len(ally) + len(ty))
     )  # CiteSeer: some test numbers name no row
-    features = _zeros(folder, (nodes, allx.shape[1]))
+    features = _zero_matrix(folder, (nodes, allx.shape[1]))
     one_hot = np.zeros((nodes, ally.shape[1]))
     features[: len(ally)], one_hot[: len(ally)] = allx, ally
     features[test], one_hot[test] = tx, ty
     if gap := nodes - len(ally) - len(test):
         report.add(
             "values",
-            f"{count_of(gap, 'node')} that no file describes: all features 0, no label",
+            f"{pluralize(gap, 'node')} that no file describes: all features 0, no label",
         )
-    source, destination = _neighbours(files["graph"])
+    source, destination = _neighbour_edges(files["graph"])
     labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
     valid = np.arange(len(y), min(len(y) + 500, len(ally)))
     split = {"train": np.arange(len(y)), "valid": valid, "test": np.sort(test)}
@@ -496,8 +505,8 @@ def read_planetoid(graph_file: Path, report: DataReport | None = None) -> RawGra
 
 def _one_hot(path: Path) -> np.ndarray:
     """Return labels (rows, classes) of zeros and at most a one in every row."""
-    with reading(path):
-        found = array_of(load_inert(path.read_bytes()))
+    with explain_read_errors(path):
+        found = to_array(load_inert(path.read_bytes()))
         if (
             found.ndim != 2
             or not np.isin(found, (0, 1)).all()
@@ -510,8 +519,8 @@ def _one_hot(path: Path) -> np.ndarray:
 
 
 def _sparse(path: Path, report: DataReport) -> np.ndarray:
-    with reading(path):
-        found = sparse_of(load_inert(path.read_bytes()))
+    with explain_read_errors(path):
+        found = to_csr_parts(load_inert(path.read_bytes()))
         names = ("indptr", "indices", "shape")
         return dense_matrix(
             path,
@@ -525,7 +534,7 @@ def _sparse(path: Path, report: DataReport) -> np.ndarray:
 
 
 def _test_nodes(path: Path) -> np.ndarray:
-    with reading(path):
+    with explain_read_errors(path):
         numbers = np.array(path.read_text(encoding="utf-8").split()).astype(np.int64)
     if len(numbers) == 0:
         raise ValueError(f"{path} names no node")
@@ -565,9 +574,9 @@ def _check_planetoid(
         )
 
 
-def _neighbours(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _neighbour_edges(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return sources and destinations of a table of lists of neighbours."""
-    with reading(path):
+    with explain_read_errors(path):
         content = path.read_bytes()
         table = load_inert(content)
         if not isinstance(table, dict) or not all(

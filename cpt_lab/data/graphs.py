@@ -16,13 +16,6 @@ from scipy import sparse
 from torch import Tensor
 
 from cpt_core.graphs.graph import Graph
-from cpt_lab.data.common import (
-    SPLITS,
-    class_count,
-    generator_of,
-    one_thread,
-    whole_numbers,
-)
 from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.data.graph_facts import (
     report_edges,
@@ -39,7 +32,10 @@ from cpt_lab.data.graph_readers import (
     read_ogb_folder,
     read_planetoid,
 )
-from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.loading import one_thread
+from cpt_lab.data.random_streams import seeded_generator
+from cpt_lab.data.report import DataReport, empty_report, pluralize
+from cpt_lab.data.splits import SPLITS, as_int64_vector, class_count
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 
 log = logging.getLogger(__name__)
@@ -67,7 +63,7 @@ class GraphData:
     )  # what was read, left out and changed
 
     @property
-    def answers(self) -> Tensor:
+    def test_labels(self) -> Tensor:
         """The labels of the test data."""
         return self.labels[self.test]
 
@@ -81,14 +77,14 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
         ValueError: when the files do not have the documented layout, or their contents do not fit together.
     """
     report = DataReport(recipe.dataset)
-    raw = _read(recipe, report)
-    features, labels, classes = _checked(recipe.dataset, raw)
-    report.add("read", count_of(len(labels), "node"))
+    raw = _read_raw(recipe, report)
+    features, labels, classes = _check_graph(recipe.dataset, raw)
+    report.add("read", pluralize(len(labels), "node"))
     report_features(report, raw.features, features.numpy())
     report_split(report, labels.numpy(), raw.split)
     report_labels(report, labels.numpy(), raw.split, classes)
     report_same_features(report, features.numpy(), raw.split)
-    graph = bidirected(*raw.edges, len(labels), recipe.self_loops, report)
+    graph = to_bidirected(*raw.edges, len(labels), recipe.self_loops, report)
     raw.edges = (
         np.empty(0),
         np.empty(0),
@@ -132,7 +128,7 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
 
 
 # what graphs of several types have, in OGB's layout
-TYPED = (
+HETEROGENEOUS_FILES = (
     "raw/triplet-type-list.csv.gz",
     "raw/nodetype-has-label.csv.gz",
     "raw/relations",
@@ -140,7 +136,7 @@ TYPED = (
 )
 
 
-def _read(recipe: GraphRecipe, report: DataReport) -> RawGraph:
+def _read_raw(recipe: GraphRecipe, report: DataReport) -> RawGraph:
     dataset = recipe.dataset
     EXPERIMENT.check_dataset(dataset)
     if dataset == "digits-graph":
@@ -162,7 +158,9 @@ def _read(recipe: GraphRecipe, report: DataReport) -> RawGraph:
             return read_planetoid(found[0], report)
     if not path.exists():
         raise DataNotFoundError(f"there is no file or folder {path}")
-    if typed := next((name for name in TYPED if (path / name).exists()), None):
+    if typed := next(
+        (name for name in HETEROGENEOUS_FILES if (path / name).exists()), None
+    ):
         raise ValueError(
             f"{path} holds a graph of several types of nodes or edges ({typed}); only one type is read"
         )
@@ -171,7 +169,7 @@ def _read(recipe: GraphRecipe, report: DataReport) -> RawGraph:
     )
 
 
-def bidirected(
+def to_bidirected(
     source: np.ndarray,
     destination: np.ndarray,
     nodes: int,
@@ -197,7 +195,7 @@ def bidirected(
         counts = {"apart": len(ends[0]), "merged": directed.nnz, "both": both.nnz}
         report_edges(report, source, destination, **counts)
         if alone := int((np.diff(both.indptr) == 0).sum()):
-            report.add("read", f"{count_of(alone, 'node')} without an edge")
+            report.add("read", f"{pluralize(alone, 'node')} without an edge")
     if self_loops and report is not None:
         report.add("changed", "a self-loop added to every node")
     if self_loops:
@@ -205,9 +203,9 @@ def bidirected(
     return Graph(torch.from_numpy(both.indptr), torch.from_numpy(both.indices))
 
 
-def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
+def _check_graph(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
     """Check that arrays fit together; return features, labels and the number of classes."""
-    labels = whole_numbers(f"{name}: labels", raw.labels)
+    labels = as_int64_vector(f"{name}: labels", raw.labels)
     nodes = len(labels)
     if nodes == 0 or raw.features.ndim != 2 or len(raw.features) != nodes:
         raise ValueError(
@@ -241,7 +239,7 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
     used = np.full(nodes, "", dtype=object)
     for part in SPLITS:
         raw.split[part] = np.asarray(raw.split[part]).reshape(-1)
-        index = whole_numbers(f"{name}: the {part} split", raw.split[part])
+        index = as_int64_vector(f"{name}: the {part} split", raw.split[part])
         _check_nodes(f"{name}: the {part} split", index, nodes)
         if len(np.unique(index)) != len(index):
             raise ValueError(f"{name}: the {part} split names a node more than once")
@@ -282,14 +280,14 @@ def random_graph(recipe: GraphRecipe) -> GraphData:
     nodes, edges, features, classes = (
         sizes[name] for name in ("nodes", "edges", "features", "classes")
     )
-    random = generator_of(0)
+    random = seeded_generator(0)
     # squaring makes some nodes popular, as in real graphs
     source, destination = (
         (torch.rand(2, edges, generator=random, dtype=torch.float64) ** 2 * nodes)
         .long()
         .numpy()
     )
-    graph = bidirected(source, destination, nodes, recipe.self_loops)
+    graph = to_bidirected(source, destination, nodes, recipe.self_loops)
     order = torch.randperm(nodes, generator=random)
     x = torch.randn(nodes, features, generator=random)
     labels = torch.randint(0, classes, (nodes,), generator=random)

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.common import Stream, batch_keys, generator_of, loader, send
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split
+from cpt_lab.data.loading import make_loader, to_device
+from cpt_lab.data.random_streams import Stream, batch_keys, seeded_generator
 from cpt_lab.experiments.image import ImageRecipe
 
-EVALUATION_BATCH = 250  # images from disk
+EVALUATION_IMAGES = 250  # images from disk
 
 
 def array_batches(
@@ -40,7 +41,7 @@ def array_batches(
     for step, keys in enumerate(
         batch_keys(len(split), recipe.batch, seed, start), start
     ):
-        generator, n = generator_of(seed, step, Stream.AUGMENT), len(keys)
+        generator, n = seeded_generator(seed, step, Stream.AUGMENT), len(keys)
         drawn = torch.zeros(
             4, n, dtype=torch.int64
         )  # image, row and column of the window, whether it is mirrored
@@ -49,7 +50,7 @@ def array_batches(
             drawn[1:3] = torch.randint(0, 2 * pad + 1, (2, n), generator=generator)
         if recipe.flip:
             drawn[3] = torch.rand(n, generator=generator) < 0.5
-        index, row, column, mirrored = send(drawn, device)
+        index, row, column, mirrored = to_device(drawn, device)
         made = windows[index, :, row, column]
         if recipe.flip:
             made = torch.where(
@@ -66,12 +67,12 @@ def normalizer(
 ) -> Callable[[Tensor], Tensor]:
     """Return what normalises pixels from 0 to ``white``, float32 (N, C, H, W) on the device, in place."""
     shift, scale = (
-        send((white * torch.tensor(x)).view(-1, 1, 1), device) for x in (mean, std)
+        to_device((white * torch.tensor(x)).view(-1, 1, 1), device) for x in (mean, std)
     )
     return lambda images: images.sub_(shift).div_(scale)
 
 
-class _Files(Dataset):
+class _TransformedFiles(Dataset):
     """Images from disk, transformed; what is random depends on (seed, epoch, index) alone. Keys: (epoch, index)."""
 
     def __init__(self, files: Any, steps: list[Any], seed: int = 0) -> None:
@@ -87,21 +88,21 @@ class _Files(Dataset):
         image, label = self.files[index]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(
-                generator_of(self.seed, epoch, index, Stream.IMAGE).initial_seed()
+                seeded_generator(self.seed, epoch, index, Stream.IMAGE).initial_seed()
             )
             return self.transform(image.convert("RGB")), label
 
 
-def bytes_read(recipe: ImageRecipe) -> int:
+def batch_bytes(recipe: ImageRecipe) -> int:
     """Return how many bytes of images lie in a batch of training and one of evaluation."""
-    return 3 * recipe.size**2 * (recipe.batch + EVALUATION_BATCH)
+    return 3 * recipe.size**2 * (recipe.batch + EVALUATION_IMAGES)
 
 
-def training_files(split: Any, recipe: ImageRecipe, seed: int) -> _Files:
+def training_files(split: Any, recipe: ImageRecipe, seed: int) -> _TransformedFiles:
     """Return images with the random transform of training: resized crop and flip, as for ImageNet."""
     v2 = import_optional("torchvision.transforms.v2", "vision")
     flip = [v2.RandomHorizontalFlip()] if recipe.flip else []
-    return _Files(
+    return _TransformedFiles(
         split, [v2.RandomResizedCrop(recipe.size, antialias=True), *flip], seed
     )
 
@@ -117,20 +118,20 @@ def file_batches(
 ) -> Iterator[Batch]:
     """Yield batches of images read from disk by worker processes, a share of each; else as ``array_batches``."""
     keys = map(share, batch_keys(len(split), recipe.batch, seed, start))
-    return _read(training_files(split, recipe, seed), keys, device, workers)
+    return _load_batches(training_files(split, recipe, seed), keys, device, workers)
 
 
-def _read(
-    data: _Files,
+def _load_batches(
+    data: _TransformedFiles,
     keys: Iterable[list[tuple[int, int]]],
     device: torch.device,
     workers: int,
 ) -> Iterator[Batch]:
     normalize = normalizer(device)
-    for images, labels in loader(data, device, workers, batch_sampler=keys):
+    for images, labels in make_loader(data, device, workers, batch_sampler=keys):
         yield (
-            normalize(send(images, device).float().mul_(1 / 255)),
-            send(labels, device),
+            normalize(to_device(images, device).float().mul_(1 / 255)),
+            to_device(labels, device),
         )
 
 
@@ -144,17 +145,17 @@ def evaluation_batches(
             split[start : start + 1000] for start in range(0, len(split), 1000)
         ):
             yield (
-                normalize(send(part.images, device).float()),
-                send(part.labels, device),
+                normalize(to_device(part.images, device).float()),
+                to_device(part.labels, device),
             )
     else:
         v2 = import_optional("torchvision.transforms.v2", "vision")
-        files = _Files(
+        files = _TransformedFiles(
             split, [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
         )
         keys = [(0, index) for index in range(len(files.files))]
         batches = [
-            keys[i : i + EVALUATION_BATCH]
-            for i in range(0, len(keys), EVALUATION_BATCH)
+            keys[i : i + EVALUATION_IMAGES]
+            for i in range(0, len(keys), EVALUATION_IMAGES)
         ]
-        yield from _read(files, batches, device, workers)
+        yield from _load_batches(files, batches, device, workers)

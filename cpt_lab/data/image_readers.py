@@ -16,54 +16,65 @@ import torch
 from torch import Tensor
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.common import read_each, whole_numbers
-from cpt_lab.data.files import DataNotFoundError, own_path, reading
+from cpt_lab.data.files import DataNotFoundError, explain_read_errors, own_path
 from cpt_lab.data.folder_contents import (
     FolderContents,
-    PictureFiles,
-    class_pictures,
+    ImageFiles,
+    duplicate_files,
     identical_files,
-    is_picture,
-    leave_out_files,
+    is_image_file,
     list_folder,
-    repeated_files,
-    same_spelling,
+    normalize_name,
+    read_class_folders,
+    report_unused_files,
 )
-from cpt_lab.data.pictures import (
-    PictureFacts,
-    bits_of,
+from cpt_lab.data.image_decoding import (
+    ImageFacts,
+    apply_orientation,
     describe_range,
-    inspect_image,
-    inspect_picture,
+    grey_bits,
+    inspect_image_file,
+    inspect_open_image,
     open_rgb,
+    report_image_files,
     report_orientation,
-    report_pictures,
-    rgb,
-    turned,
-    upright_rgb,
+    to_rgb,
+    to_upright_rgb,
 )
-from cpt_lab.data.report import DataReport, count_of, list_some
-from cpt_lab.data.split_facts import identical_pictures
+from cpt_lab.data.loading import read_each
+from cpt_lab.data.report import DataReport, list_first, pluralize
+from cpt_lab.data.split_facts import identical_images
+from cpt_lab.data.splits import as_int64_vector
 
 __all__ = [
     "ArrayImages",
     "OwnImages",
-    "image_folders",
+    "inspect_image_folders",
+    "list_image_folders",
     "open_rgb",
-    "picture_files",
-    "read_own",
-    "rgb",
+    "read_own_images",
+    "to_rgb",
 ]
 
-HELD = (
+TEST_FOLDERS = (
     "val",
     "valid",
     "validation",
     "test",
 )  # folders of what is tested on; the first that is there
-TRAIN_WORDS = ("train", "training", "trn")  # what people call their splits
-HELD_WORDS = (*HELD, "validate", "dev", "testing", "eval", "evaluation", "holdout")
-SHARED_LIMIT = 0.1  # of the test images of archives may be copies of training images
+TRAIN_FOLDER_NAMES = ("train", "training", "trn")  # what people call their splits
+TEST_FOLDER_NAMES = (
+    *TEST_FOLDERS,
+    "validate",
+    "dev",
+    "testing",
+    "eval",
+    "evaluation",
+    "holdout",
+)
+MAX_SHARED_TEST_IMAGES = (
+    0.1  # of the test images of archives may be copies of training images
+)
 T = TypeVar("T")
 
 
@@ -90,7 +101,7 @@ class OwnImages(NamedTuple):
     classes: list[str]  # names; empty where labels are numbers
 
 
-class PictureSource(NamedTuple):
+class ImageSource(NamedTuple):
     """A picture in a file of its own, or in an archive."""
 
     name: str  # in reports
@@ -98,7 +109,7 @@ class PictureSource(NamedTuple):
     content: bytes | None = None  # where an archive holds it
 
 
-def read_own(dataset: str, size: int, report: DataReport) -> OwnImages:
+def read_own_images(dataset: str, size: int, report: DataReport) -> OwnImages:
     """Return training and test images in memory; pictures of a folder come at ``size`` pixels.
 
     Raises:
@@ -111,12 +122,12 @@ def read_own(dataset: str, size: int, report: DataReport) -> OwnImages:
         and folder.is_dir()
         and ((folder / "train").is_dir() or not any(folder.glob("*.npz")))
     ):
-        found = image_folders(folder, report)
-        train, test = _in_memory(folder, [found.train, found.test], size, report)
+        found = list_image_folders(folder, report)
+        train, test = _load_resized(folder, [found.train, found.test], size, report)
         return found._replace(train=train, test=test)
     title = f"own images ({folder.name if len(given) == 1 else folder.stem})"
-    train, test = _two_archives(
-        dataset, given if len(given) > 1 else _archives_of(folder, report), report
+    train, test = _read_archive_pair(
+        dataset, given if len(given) > 1 else _find_archives(folder, report), report
     )
     return OwnImages(train, test, title, [])
 
@@ -130,17 +141,17 @@ class _Archive(NamedTuple):
     path: Path
     labels: np.ndarray
     images: np.ndarray | None
-    sources: list[PictureSource]
+    sources: list[ImageSource]
 
 
-def _two_archives(
+def _read_archive_pair(
     dataset: str, paths: list[Path], report: DataReport
 ) -> list[ArrayImages]:
     if len(paths) != 2:
         raise ValueError(
             f"two archives expected, 'train.npz,test.npz', got {dataset!r}"
         )
-    names = _names(paths)
+    names = _short_names(paths)
     archives = [
         _read_archive(path, name, report)
         for path, name in zip(paths, names, strict=True)
@@ -150,14 +161,14 @@ def _two_archives(
         _read_sources(dataset, sources, np.asarray, report) if sources else []
     )
     train, test = (
-        _checked(archive, list(itertools.islice(decoded, len(archive.sources))))
+        _check_archive(archive, list(itertools.islice(decoded, len(archive.sources))))
         for archive in archives
     )
     for name, part in zip(names, (train, test), strict=True):
         _, channels, height, width = part.images.shape
         report.add(
             "read",
-            f"{name}: {count_of(len(part), 'image')}, {width} x {height} pixels, {count_of(channels, 'channel')}",
+            f"{name}: {pluralize(len(part), 'image')}, {width} x {height} pixels, {pluralize(channels, 'channel')}",
         )
     if train.images.shape[1] != test.images.shape[1]:
         both = " and ".join(str(part.images.shape[1]) for part in (train, test))
@@ -167,19 +178,19 @@ def _two_archives(
         raise ValueError(
             f"{paths[1]}: label {int(unknown[0])} is unknown; {paths[0].name} has 0..{train.labels.max()}"
         )
-    _check_shared(dataset, train, test)
+    _check_shared_images(dataset, train, test)
     return [train, test]
 
 
-def _check_shared(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
+def _check_shared_images(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
     """Refuse test images that are training images: all of them, or more than a tenth."""
-    shared = identical_pictures(train.images, test.images)
+    shared = identical_images(train.images, test.images)
     if len(shared) == len(test):
         raise ValueError(
             f"{dataset}: the {len(test)} test images are the training images; a test needs others"
         )
-    if len(shared) > SHARED_LIMIT * len(test):
-        pairs = list_some(
+    if len(shared) > MAX_SHARED_TEST_IMAGES * len(test):
+        pairs = list_first(
             [f"test image {i} is training image {k}" for i, k in shared.items()]
         )
         raise ValueError(
@@ -188,7 +199,7 @@ def _check_shared(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
         )
 
 
-def _archives_of(folder: Path, report: DataReport) -> list[Path]:
+def _find_archives(folder: Path, report: DataReport) -> list[Path]:
     if not folder.is_dir():
         raise DataNotFoundError(
             f"there is no folder {folder}; give a folder or 'train.npz,test.npz'"
@@ -216,7 +227,7 @@ def _archives_of(folder: Path, report: DataReport) -> list[Path]:
     return [*train, *test]
 
 
-def _names(paths: list[Path]) -> list[str]:
+def _short_names(paths: list[Path]) -> list[str]:
     """Return short names of two archives that tell them apart."""
     names = [path.name for path in paths]
     return (
@@ -227,21 +238,29 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _read_archive(path: Path, name: str, report: DataReport) -> _Archive:
-    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
+    with (
+        explain_read_errors(path),
+        path.open("rb") as file,
+        np.load(file, allow_pickle=False) as z,
+    ):
         keys = set(z.files)
         if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
             raise ValueError(
                 f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}"
             )
         given = z["labels"]
-        labels = whole_numbers(f"{path}: labels", given)
+        labels = as_int64_vector(f"{path}: labels", given)
         images = z["data"] if "data" in keys else None
-        sources = [] if "data" in keys else _packed(path, name, z["jpeg"], z["offsets"])
+        sources = (
+            []
+            if "data" in keys
+            else _packed_sources(path, name, z["jpeg"], z["offsets"])
+        )
     used = {"labels", "data"} if "data" in keys else {"labels", "jpeg", "offsets"}
     if unused := sorted(keys - used):
         report.add(
             "left out",
-            f"{count_of(len(unused), 'array')} of {name}: {list_some(unused)}",
+            f"{pluralize(len(unused), 'array')} of {name}: {list_first(unused)}",
         )
     if given.dtype.kind not in "iu" or given.ndim != 1:
         report.add(
@@ -251,11 +270,11 @@ def _read_archive(path: Path, name: str, report: DataReport) -> _Archive:
     return _Archive(path, labels, images, sources)
 
 
-def _packed(
+def _packed_sources(
     path: Path, name: str, raw: np.ndarray, offsets: np.ndarray
-) -> list[PictureSource]:
+) -> list[ImageSource]:
     """Return the pictures of files that lie one after the other in an archive."""
-    ends = whole_numbers(f"{path}: offsets", offsets)
+    ends = as_int64_vector(f"{path}: offsets", offsets)
     if (
         len(ends) < 2
         or ends[0] != 0
@@ -267,18 +286,18 @@ def _packed(
         )
     parts = enumerate(itertools.pairwise(ends))
     return [
-        PictureSource(f"{name} picture {i}", path, raw[a:b].tobytes())
+        ImageSource(f"{name} picture {i}", path, raw[a:b].tobytes())
         for i, (a, b) in parts
     ]
 
 
-def _checked(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
+def _check_archive(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
     """Return the images of an archive; ValueError where they are not as documented."""
     path, labels = archive.path, archive.labels
     if archive.images is not None:
         images = archive.images
     else:
-        with reading(path):
+        with explain_read_errors(path):
             images = np.stack(decoded)
     if (
         images.dtype != np.uint8
@@ -303,7 +322,7 @@ def _checked(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
 # --- folders of classes ---------------------------------------------------------------------------
 
 
-def image_folders(folder: Path, report: DataReport) -> OwnImages:
+def list_image_folders(folder: Path, report: DataReport) -> OwnImages:
     """Return lists of files to train and to test on, the second numbered by the classes of the first.
 
     They are those of ``train/`` and of the first of ``HELD``; a class may be missing from the second, but not from the
@@ -316,7 +335,7 @@ def image_folders(folder: Path, report: DataReport) -> OwnImages:
     contents = list_folder(folder)
     parts = contents.subfolders("")
     first = "train" if "train" in parts else ""
-    held = next((part for part in HELD if part in parts), None)
+    held = next((part for part in TEST_FOLDERS if part in parts), None)
     if not first and held:
         raise DataNotFoundError(
             f"{folder} has {held}/ and no train/; it needs train/<class>/"
@@ -324,10 +343,10 @@ def image_folders(folder: Path, report: DataReport) -> OwnImages:
     _check_split_names(folder, parts, first, held)
     contents.report_unread(report)
     if first:
-        _report_beside(report, contents, held)
+        _report_other_folders(report, contents, held)
     title, train = (
         f"own images ({folder.name})",
-        class_pictures(folder, first, contents, report),
+        read_class_folders(folder, first, contents, report),
     )
     if len(train.classes) == 1:
         raise ValueError(
@@ -335,12 +354,12 @@ def image_folders(folder: Path, report: DataReport) -> OwnImages:
             "the pictures of every class a folder of their own"
         )
     if held is None:
-        train, test = _drawn(train, folder, report)
+        train, test = _draw_test_images(train, folder, report)
         return OwnImages(
             train, test, f"{title}, a fifth drawn to test on", train.classes
         )
-    test = class_pictures(folder, held, contents, report)
-    if sum(part in HELD for part in parts) > 1:
+    test = read_class_folders(folder, held, contents, report)
+    if sum(part in TEST_FOLDERS for part in parts) > 1:
         title += f", tested on {held}/"
     _check_classes(folder / held, train.classes, test.classes)
     _check_copies(folder, held, train, test)
@@ -354,8 +373,14 @@ def _check_split_names(
     folder: Path, parts: list[str], first: str, held: str | None
 ) -> None:
     """Refuse folders that look like splits under other names: they would be classes, or not be read."""
-    train = [part for part in parts if part.lower() in TRAIN_WORDS and part != "train"]
-    tested = [part for part in parts if part.lower() in HELD_WORDS and part not in HELD]
+    train = [
+        part for part in parts if part.lower() in TRAIN_FOLDER_NAMES and part != "train"
+    ]
+    tested = [
+        part
+        for part in parts
+        if part.lower() in TEST_FOLDER_NAMES and part not in TEST_FOLDERS
+    ]
     if first and held is None and tested:
         raise ValueError(
             f"{folder} has train/ and {tested[0]}/; call the second one val/"
@@ -366,7 +391,7 @@ def _check_split_names(
         )
 
 
-def _report_beside(
+def _report_other_folders(
     report: DataReport, contents: FolderContents, held: str | None
 ) -> None:
     """Add facts about what lies beside train/ and the folder that is tested on."""
@@ -374,11 +399,11 @@ def _report_beside(
         if part not in ("train", held):
             reason = (
                 f"{held}/ is tested on"
-                if part in HELD
+                if part in TEST_FOLDERS
                 else "only train/ and a folder to test on are read"
             )
-            leave_out_files(report, contents.below(part), reason)
-    leave_out_files(report, [name for name in contents.files if "/" not in name])
+            report_unused_files(report, contents.files_below(part), reason)
+    report_unused_files(report, [name for name in contents.files if "/" not in name])
 
 
 def _check_classes(held: Path, known: list[str], tested: list[str]) -> None:
@@ -387,11 +412,13 @@ def _check_classes(held: Path, known: list[str], tested: list[str]) -> None:
     if not unknown:
         return
     names = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
-    alike = [name for name in known if same_spelling(name) == same_spelling(unknown[0])]
+    alike = [
+        name for name in known if normalize_name(name) == normalize_name(unknown[0])
+    ]
     tables = sorted(
         path.name
         for path in held.iterdir()
-        if path.is_file() and not is_picture(path.name)
+        if path.is_file() and not is_image_file(path.name)
     )
     way_out = ""
     if alike:
@@ -406,9 +433,7 @@ def _check_classes(held: Path, known: list[str], tested: list[str]) -> None:
     )
 
 
-def _check_copies(
-    folder: Path, held: str, train: PictureFiles, test: PictureFiles
-) -> None:
+def _check_copies(folder: Path, held: str, train: ImageFiles, test: ImageFiles) -> None:
     """Refuse test pictures whose files are those of training pictures, byte for byte."""
     copies = identical_files(
         [path for path, _ in train.samples], [path for path, _ in test.samples]
@@ -418,9 +443,9 @@ def _check_copies(
             f"{folder / held}: the {len(test)} test images are the training images; a test needs others"
         )
     if copies:
-        pairs = list_some(
+        pairs = list_first(
             [
-                f"{_name(folder, one)} is {_name(folder, other)}"
+                f"{_relative_name(folder, one)} is {_relative_name(folder, other)}"
                 for one, other in sorted(copies.items())
             ]
         )
@@ -430,15 +455,15 @@ def _check_copies(
         )
 
 
-def _name(folder: Path, path: str) -> str:
+def _relative_name(folder: Path, path: str) -> str:
     return Path(path).relative_to(folder).as_posix()
 
 
-def _drawn(
-    files: PictureFiles, folder: Path, report: DataReport
-) -> tuple[PictureFiles, PictureFiles]:
+def _draw_test_images(
+    files: ImageFiles, folder: Path, report: DataReport
+) -> tuple[ImageFiles, ImageFiles]:
     """Return two lists of the files of one, to train and to test on; copies stand on the side of their original."""
-    copies = repeated_files([path for path, _ in files.samples])
+    copies = duplicate_files([path for path, _ in files.samples])
     originals = [i for i, (path, _) in enumerate(files.samples) if path not in copies]
     seen: Counter[int] = Counter()
     tested: set[str] = set()
@@ -457,46 +482,46 @@ def _drawn(
     )
     if copies:
         pairs = [
-            f"{_name(folder, one)} is {_name(folder, other)}"
+            f"{_relative_name(folder, one)} is {_relative_name(folder, other)}"
             for one, other in sorted(copies.items())
         ]
         report.add(
             "changed",
             f"copies of other files, byte for byte: {len(copies):,}; each is in the split of its original "
-            f"({list_some(pairs)})",
+            f"({list_first(pairs)})",
         )
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
     for path, label in files.samples:
         parts[copies.get(path, path) in tested].append((path, label))
-    train, test = (PictureFiles(files.root, files.classes, part) for part in parts)
+    train, test = (ImageFiles(files.root, files.classes, part) for part in parts)
     return train, test
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def picture_files(folder: Path, size: int, report: DataReport) -> OwnImages:
+def inspect_image_folders(folder: Path, size: int, report: DataReport) -> OwnImages:
     """Return lists of files that stay on disk, every one looked at, and report what they are.
 
     Raises:
         DataNotFoundError, ValueError: naming the files, and what is wrong with them.
     """
-    found = image_folders(folder, report)
+    found = list_image_folders(folder, report)
     paths = [path for files in (found.train, found.test) for path, _ in files.samples]
     facts = dict(
         zip(
-            [_name(folder, p) for p in paths],
-            read_each(inspect_picture, map(Path, paths)),
+            [_relative_name(folder, p) for p in paths],
+            read_each(inspect_image_file, map(Path, paths)),
             strict=True,
         )
     )
-    bits = _report_facts(folder.name, facts, report)
+    bits = _report_files(folder.name, facts, report)
     found.train.bits = found.test.bits = bits
-    report_crops(report, size)
+    report_cropping(report, size)
     return found
 
 
-def report_crops(report: DataReport, size: int) -> None:
+def report_cropping(report: DataReport, size: int) -> None:
     """Add a fact about pictures on disk, which are resized and cropped while they are read."""
     report.add(
         "changed",
@@ -505,19 +530,19 @@ def report_crops(report: DataReport, size: int) -> None:
     )
 
 
-def _report_facts(
-    dataset: str, facts: dict[str, PictureFacts], report: DataReport
+def _report_files(
+    dataset: str, facts: dict[str, ImageFacts], report: DataReport
 ) -> int | None:
     """Add facts about the files of pictures; return the bits of those of 16 bits."""
-    bits = bits_of(dataset, facts)
-    report_pictures(report, facts, bits)
+    bits = grey_bits(dataset, facts)
+    report_image_files(report, facts, bits)
     report_orientation(report, facts)
     return bits
 
 
 def _read_sources(
     dataset: str,
-    sources: Sequence[PictureSource],
+    sources: Sequence[ImageSource],
     prepare: Callable[[Any], T],
     report: DataReport,
 ) -> list[T]:
@@ -525,48 +550,50 @@ def _read_sources(
 
     Every file is decoded once, but for pictures of 16 bits: their scale is known when all were looked at.
     """
-    looked_at = read_each(lambda source: _look_and_read(source, prepare), sources)
+    looked_at = read_each(lambda source: _inspect_and_prepare(source, prepare), sources)
     facts = {
         source.name: found
         for source, (found, _) in zip(sources, looked_at, strict=True)
     }
-    bits = _report_facts(dataset, facts, report)
+    bits = _report_files(dataset, facts, report)
     results = []
     for source, (_, result) in zip(sources, looked_at, strict=True):
-        results.append(_read_deep(source, prepare, bits) if result is None else result)
+        results.append(
+            _prepare_deep(source, prepare, bits) if result is None else result
+        )
     return results
 
 
-def _look_and_read(
-    source: PictureSource, prepare: Callable[[Any], T]
-) -> tuple[PictureFacts, T | None]:
-    with reading(source.path), _open(source) as image:
-        facts = inspect_image(image)
+def _inspect_and_prepare(
+    source: ImageSource, prepare: Callable[[Any], T]
+) -> tuple[ImageFacts, T | None]:
+    with explain_read_errors(source.path), _open(source) as image:
+        facts = inspect_open_image(image)
         return facts, None if facts.is_deep_grey else prepare(
-            turned(rgb(image), facts.orientation, facts.format)
+            apply_orientation(to_rgb(image), facts.orientation, facts.format)
         )
 
 
-def _read_deep(
-    source: PictureSource, prepare: Callable[[Any], T], bits: int | None
+def _prepare_deep(
+    source: ImageSource, prepare: Callable[[Any], T], bits: int | None
 ) -> T:
-    with reading(source.path), _open(source) as image:
-        return prepare(upright_rgb(image, bits))
+    with explain_read_errors(source.path), _open(source) as image:
+        return prepare(to_upright_rgb(image, bits))
 
 
-def _open(source: PictureSource) -> Any:
+def _open(source: ImageSource) -> Any:
     return import_optional("PIL.Image", "vision").open(
         source.path if source.content is None else io.BytesIO(source.content)
     )
 
 
-def _in_memory(
-    folder: Path, lists: list[PictureFiles], size: int, report: DataReport
+def _load_resized(
+    folder: Path, lists: list[ImageFiles], size: int, report: DataReport
 ) -> list[ArrayImages]:
     v2 = import_optional("torchvision.transforms.v2", "vision")
     resize = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
     sources = [
-        PictureSource(_name(folder, path), Path(path))
+        ImageSource(_relative_name(folder, path), Path(path))
         for files in lists
         for path, _ in files.samples
     ]
@@ -601,7 +628,7 @@ def report_resizing(
     )
     report.add(
         "changed",
-        f"{count_of(len(others), 'picture')} resized to {size} pixels on the short side"
+        f"{pluralize(len(others), 'picture')} resized to {size} pixels on the short side"
         f"{crop if any(height != width for height, width in others) else ''}"
         f"{f'; {enlarged:,} of them are enlarged' if enlarged else ''}",
     )

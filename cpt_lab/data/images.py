@@ -18,29 +18,29 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.common import (
-    class_count,
-    generator_of,
-    some_of,
-    split_sizes,
-    title_with_sizes,
-)
-from cpt_lab.data.files import DataNotFoundError, not_here, own_path
+from cpt_lab.data.files import DataNotFoundError, missing_data_error, own_path
 from cpt_lab.data.image_readers import (
     ArrayImages,
-    picture_files,
-    read_own,
-    report_crops,
+    inspect_image_folders,
+    read_own_images,
+    report_cropping,
 )
-from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.random_streams import seeded_generator
+from cpt_lab.data.report import DataReport, empty_report, pluralize
 from cpt_lab.data.split_facts import (
-    NAMES,
+    SPLIT_NAMES,
     report_classes,
     report_sample_values,
-    report_shared,
     report_shared_files,
+    report_shared_images,
     report_sizes,
     report_values,
+)
+from cpt_lab.data.splits import (
+    choose_samples,
+    class_count,
+    split_sizes,
+    title_with_sizes,
 )
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_lab.experiments.schema import is_own
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 Batch = tuple[
     Tensor, Tensor
 ]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
-SMALL = 64  # images up to this many pixels a side are kept in memory
+MAX_IN_MEMORY_SIZE = 64  # images up to this many pixels a side are kept in memory
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 Split = ArrayImages | Dataset
@@ -76,7 +76,7 @@ class ImageData:
     )  # what was read, left out and changed
 
     @property
-    def answers(self) -> Tensor:
+    def test_labels(self) -> Tensor:
         """The labels of the test data; those of files in a numbering of their own."""
         test: Any = self.test
         return (
@@ -96,7 +96,7 @@ def load_images(recipe: ImageRecipe) -> ImageData:
         ValueError: when the files do not have the documented layout or there are too few images.
     """
     report = DataReport(recipe.dataset)
-    in_memory = recipe.size <= SMALL
+    in_memory = recipe.size <= MAX_IN_MEMORY_SIZE
     load: Callable[[ImageRecipe, DataReport], _Loaded] = (
         _load_arrays if in_memory else _load_files
     )
@@ -107,7 +107,7 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     order = torch.randperm(
         len(train), generator=torch.Generator().manual_seed(0)
     ).tolist()
-    tested = _tested(
+    tested = _choose_test_images(
         test.labels.numpy() if in_memory else np.array(test.targets), recipe.test_images
     )
     parts = (train, order[held:][:used]), (train, order[:held]), (test, tested)
@@ -147,7 +147,7 @@ def load_images(recipe: ImageRecipe) -> ImageData:
 
 def _report_splits(report: DataReport, splits: list[Any], classes: list[str]) -> None:
     """Add facts about classes and values of training, validation and test images, and what the splits share."""
-    for name, split in zip(NAMES, splits, strict=True):
+    for name, split in zip(SPLIT_NAMES, splits, strict=True):
         if isinstance(split, ArrayImages):
             report_classes(report, name, split.labels, classes)
             report_values(report, name, split.images)
@@ -163,9 +163,12 @@ def _report_splits(report: DataReport, splits: list[Any], classes: list[str]) ->
             ),
         )
     if isinstance(splits[0], ArrayImages):
-        report_shared(
+        report_shared_images(
             report,
-            {name: split.images for name, split in zip(NAMES, splits, strict=True)},
+            {
+                name: split.images
+                for name, split in zip(SPLIT_NAMES, splits, strict=True)
+            },
         )
 
 
@@ -175,13 +178,17 @@ def _labels(split: Any) -> list[int]:
     return [renumber(split.dataset.targets[index]) for index in split.indices]
 
 
-def _tested(labels: np.ndarray, limit: int | None) -> list[int]:
+def _choose_test_images(labels: np.ndarray, limit: int | None) -> list[int]:
     """Return which test images are used: the first; where they stand class by class, as in folders, some are drawn."""
     in_mixed_order = len(labels) - (np.bincount(labels) ** 2).sum() / len(
         labels
     )  # changes of class
     by_class = np.count_nonzero(np.diff(labels)) < in_mixed_order / 2
-    return some_of(len(labels), limit) if by_class else [*range(len(labels))][:limit]
+    return (
+        choose_samples(len(labels), limit)
+        if by_class
+        else [*range(len(labels))][:limit]
+    )
 
 
 def random_images(recipe: ImageRecipe) -> ImageData:
@@ -194,7 +201,7 @@ def random_images(recipe: ImageRecipe) -> ImageData:
     classes, channels = (
         EXPERIMENT.named[recipe.dataset].sizes[name] for name in ("classes", "channels")
     )
-    generator = generator_of(0)
+    generator = seeded_generator(0)
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     split = ArrayImages(
@@ -225,22 +232,22 @@ def _load_arrays(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     dataset, size = recipe.dataset, recipe.size
     EXPERIMENT.check_dataset(dataset)
     if is_own(dataset):
-        own = read_own(dataset, size, report)
+        own = read_own_images(dataset, size, report)
         found = _Loaded(
             own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
         )
-    elif dataset in READERS:
-        found = READERS[dataset](dataset)
+    elif dataset in ARRAY_READERS:
+        found = ARRAY_READERS[dataset](dataset)
     else:
         raise ValueError(
-            f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}"
+            f"{dataset} is read from disk, at sizes above {MAX_IN_MEMORY_SIZE} pixels; got {size}"
         )
     title = found.title + (
         f", {size} x {size}" if found.train.images.shape[-1] != size else ""
     )
     _report_arrays(report, dataset, found, size)
     train, test = (
-        ArrayImages(_resize(s.images, size), s.labels)
+        ArrayImages(_resize_images(s.images, size), s.labels)
         for s in (found.train, found.test)
     )
     channels = train.images.shape[1]
@@ -260,7 +267,7 @@ def _report_arrays(report: DataReport, dataset: str, found: _Loaded, size: int) 
         if not is_own(dataset):
             report.add(
                 "read",
-                f"{found.title}: {count:,} {name} pictures, {width} x {height}, {count_of(channels, 'channel')}",
+                f"{found.title}: {count:,} {name} pictures, {width} x {height}, {pluralize(channels, 'channel')}",
             )
         if (height, width) != (size, size):
             stretched = (
@@ -274,7 +281,7 @@ def _report_arrays(report: DataReport, dataset: str, found: _Loaded, size: int) 
             )
 
 
-def _digits(name: str) -> _Loaded:
+def _load_digits_images(name: str) -> _Loaded:
     # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
     from sklearn.datasets import load_digits  # here, as it takes a second
 
@@ -287,14 +294,14 @@ def _digits(name: str) -> _Loaded:
     )
 
 
-def _cifar(name: str) -> _Loaded:
+def _load_cifar(name: str) -> _Loaded:
     kind = getattr(import_optional("torchvision.datasets", "vision"), name.upper())
     try:
         parts = [
             kind(data_dir(), train=train, download=False) for train in (True, False)
         ]
     except RuntimeError as error:
-        raise not_here(name, " (or is damaged)") from error
+        raise missing_data_error(name, " (or is damaged)") from error
     train, test = (
         ArrayImages(
             torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(),
@@ -312,14 +319,14 @@ def _cifar(name: str) -> _Loaded:
     )
 
 
-READERS: dict[str, Callable[[str], _Loaded]] = {
-    "digits": _digits,
-    "cifar10": _cifar,
-    "cifar100": _cifar,
+ARRAY_READERS: dict[str, Callable[[str], _Loaded]] = {
+    "digits": _load_digits_images,
+    "cifar10": _load_cifar,
+    "cifar100": _load_cifar,
 }
 
 
-def _resize(images: Tensor, size: int) -> Tensor:
+def _resize_images(images: Tensor, size: int) -> Tensor:
     if images.shape[-2:] == (size, size):
         return images
     resize = import_optional("torchvision.transforms.v2.functional", "vision").resize
@@ -330,7 +337,7 @@ def _resize(images: Tensor, size: int) -> Tensor:
 def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     """Return lists of files that stay on disk."""
     if recipe.dataset != "imagenet":
-        own = picture_files(own_path(recipe.dataset), recipe.size, report)
+        own = inspect_image_folders(own_path(recipe.dataset), recipe.size, report)
         return _Loaded(
             own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
         )
@@ -350,7 +357,7 @@ def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
         "read",
         f"{title}: {len(train):,} training and {len(test):,} test pictures, as torchvision reads them",
     )
-    report_crops(report, recipe.size)
+    report_cropping(report, recipe.size)
     return _Loaded(train, test, title, IMAGENET_MEAN, IMAGENET_STD, list(train.wnids))
 
 

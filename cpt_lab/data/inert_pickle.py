@@ -23,13 +23,13 @@ OPCODES = frozenset(
     "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS "
     "PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD".split()
 )
-MAX_TUPLES = 1_000  # an array needs five; tuples in tuples without end overflow the stack when they are hashed
-MODULES = {
+MAX_PICKLED_TUPLES = 1_000  # an array needs five; tuples in tuples without end overflow the stack when they are hashed
+MODULE_ALIASES = {
     "__builtin__": "builtins",
     "numpy.core.multiarray": "numpy._core.multiarray",
 }  # former names
 # number types by the names that pickles have for them; a flag is a byte
-NUMBERS = {name: name for name in "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()} | {
+NUMBER_TYPES = {name: name for name in "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()} | {
     "b1": "u1"
 }
 
@@ -83,7 +83,7 @@ def _table(*factory: Any) -> dict:
     return {}
 
 
-STAND_INS = {
+INERT_CLASSES = {
     "builtins.list": _List,
     "collections.defaultdict": _table,
     "numpy.ndarray": _ArrayClass,
@@ -110,13 +110,13 @@ class _InertUnpickler(pickle.Unpickler):
         module = (
             "scipy.sparse"
             if module.startswith("scipy.sparse.")
-            else MODULES.get(module, module)
+            else MODULE_ALIASES.get(module, module)
         )
-        if f"{module}.{name}" not in STAND_INS:
+        if f"{module}.{name}" not in INERT_CLASSES:
             raise ValueError(
                 f"a file of arrays needs no {module}.{name}: not unpickled"
             )
-        return STAND_INS[f"{module}.{name}"]
+        return INERT_CLASSES[f"{module}.{name}"]
 
 
 def load_inert(content: bytes) -> Any:
@@ -138,16 +138,16 @@ def load_inert(content: bytes) -> Any:
                 f"it numbers its parts up to {argument} in {len(content)} bytes: not unpickled"
             )
         tuples += step.name.startswith("TUPLE")
-    if tuples > MAX_TUPLES:
+    if tuples > MAX_PICKLED_TUPLES:
         raise ValueError(f"a file of arrays needs no {tuples:,} tuples: not unpickled")
     return _InertUnpickler(io.BytesIO(content), encoding="latin1").load()
 
 
-def array_of(value: Any) -> np.ndarray:
+def to_array(value: Any) -> np.ndarray:
     """Return an array of at most two dimensions; ValueError for anything else, and where its bytes do not fit."""
     state = value.state if isinstance(value, _Array) else None
     if not isinstance(state, tuple) or len(state) != 5:
-        raise ValueError(f"an array expected, got {_kind_of(value)}")
+        raise ValueError(f"an array expected, got {_type_name(value)}")
     _, shape, dtype, in_columns, data = state
     if (
         not isinstance(shape, tuple)
@@ -155,7 +155,7 @@ def array_of(value: Any) -> np.ndarray:
         or not all(_is_size(size) for size in shape)
     ):
         raise ValueError("an array has a shape that is no row or table")
-    kind, content = _number_type(dtype), _bytes_of(data)
+    kind, content = _number_type(dtype), _array_bytes(data)
     if math.prod(shape) * kind.itemsize != len(content):
         raise ValueError(
             f"an array of shape {shape} and type {kind} has {len(content)} bytes"
@@ -165,11 +165,11 @@ def array_of(value: Any) -> np.ndarray:
     )
 
 
-def sparse_of(value: Any) -> CsrParts:
+def to_csr_parts(value: Any) -> CsrParts:
     """Return the arrays of a sparse matrix; ValueError where one is missing or no array."""
     state = value.state if isinstance(value, _Csr) else None
     if not isinstance(state, dict):
-        raise ValueError(f"a sparse matrix expected, got {_kind_of(value)}")
+        raise ValueError(f"a sparse matrix expected, got {_type_name(value)}")
     if missing := {"data", "indices", "indptr", "_shape"} - set(state):
         raise ValueError(f"a sparse matrix lacks {', '.join(sorted(missing))}")
     shape = state["_shape"]
@@ -180,9 +180,9 @@ def sparse_of(value: Any) -> CsrParts:
     ):
         raise ValueError("a sparse matrix has a shape that is no table")
     return CsrParts(
-        array_of(state["data"]),
-        array_of(state["indices"]),
-        array_of(state["indptr"]),
+        to_array(state["data"]),
+        to_array(state["indices"]),
+        to_array(state["indptr"]),
         shape,
     )
 
@@ -193,14 +193,14 @@ def _number_type(value: Any) -> np.dtype:
     order: Any = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
     if (
         not isinstance(name, str)
-        or name not in NUMBERS
+        or name not in NUMBER_TYPES
         or order not in ("<", ">", "=", "|")
     ):
         raise ValueError(f"an array holds no numbers, but {str(name)[:20]!r}")
-    return np.dtype(NUMBERS[name]).newbyteorder("=" if order == "|" else order)
+    return np.dtype(NUMBER_TYPES[name]).newbyteorder("=" if order == "|" else order)
 
 
-def _bytes_of(value: Any) -> bytes:
+def _array_bytes(value: Any) -> bytes:
     if isinstance(value, _Encoded) and value.args[1:] == ("latin1",):
         value = value.args[0]
     if isinstance(value, _NoBytes) and not value.args:
@@ -208,7 +208,7 @@ def _bytes_of(value: Any) -> bytes:
     if isinstance(value, str):
         value = value.encode("latin1")
     if not isinstance(value, bytes):
-        raise ValueError(f"the bytes of an array expected, got {_kind_of(value)}")
+        raise ValueError(f"the bytes of an array expected, got {_type_name(value)}")
     return value
 
 
@@ -216,5 +216,5 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _kind_of(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return type(value).__name__.lstrip("_").lower()

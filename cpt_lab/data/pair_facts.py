@@ -8,18 +8,18 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
+from cpt_lab.data.report import DataReport, list_counts, list_first, pluralize
 
-LABELS = ("entailment", "neutral", "contradiction")
+PAIR_LABELS = ("entailment", "neutral", "contradiction")
 SENTENCES = ("premise", "hypothesis")
-KINDS = {
+TYPE_NAMES = {
     "dict": "a table",
     "list": "a list",
     "ndarray": "a list",
     "bytes": "bytes",
     "bool": "a truth value",
 }
-WAY_OUT = {
+TYPE_HINTS = {
     "a table": "of a table of languages as in XNLI's all_languages, save the rows of a language in a file of their own",
     "a list": "join its words with blanks",
     "bytes": "decode it",
@@ -37,8 +37,8 @@ def check_sentences(path: Path, rows: pd.DataFrame) -> None:
         other = ~column.map(lambda value: isinstance(value, str))
         if other.any():
             value = column[other.idxmax()]
-            kind = _kind_of(value)
-            way = f"; {WAY_OUT[kind]}" if kind in WAY_OUT else ""
+            kind = _describe_type(value)
+            way = f"; {TYPE_HINTS[kind]}" if kind in TYPE_HINTS else ""
             raise ValueError(
                 f"{path}, row {other.idxmax()}: the {name} is {kind}, not a sentence{way}"
             )
@@ -49,12 +49,14 @@ def _is_empty(value: Any) -> bool:
     return blank or value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _kind_of(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     name = type(value).__name__
-    return KINDS.get(name) or ("a number" if isinstance(value, (int, float)) else name)
+    return TYPE_NAMES.get(name) or (
+        "a number" if isinstance(value, (int, float)) else name
+    )
 
 
-def where_of(split: str, language: str, parts: Mapping[str, Any]) -> str:
+def split_label(split: str, language: str, parts: Mapping[str, Any]) -> str:
     """Return how a report calls a part of a split: by its language where there are several.
 
     >>> where_of("test", "de", {"de": 1}), where_of("test", "de", {"de": 1, "en": 2})
@@ -63,7 +65,7 @@ def where_of(split: str, language: str, parts: Mapping[str, Any]) -> str:
     return split if len(parts) == 1 else f"{split}, {language}"
 
 
-def of_languages(rows: pd.DataFrame, languages: Iterable[str]) -> pd.DataFrame:
+def select_languages(rows: pd.DataFrame, languages: Iterable[str]) -> pd.DataFrame:
     """Return the rows of some languages where the sentences of all languages stand in one row.
 
     XNLI's configuration all_languages has premises as {"de": ...} and hypotheses as {"language": ["de", ...],
@@ -87,12 +89,12 @@ def of_languages(rows: pd.DataFrame, languages: Iterable[str]) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def has_languages(rows: pd.DataFrame) -> bool:
+def has_language_tables(rows: pd.DataFrame) -> bool:
     """Return whether all sentences are tables of languages."""
     return all(isinstance(value, Mapping) for name in SENTENCES for value in rows[name])
 
 
-def languages_of(rows: pd.DataFrame) -> set[str]:
+def row_languages(rows: pd.DataFrame) -> set[str]:
     """Return the languages of the first row, see ``of_languages``."""
     first = rows["premise"].iloc[0]
     return {str(language) for language in first.get("language", first)}
@@ -115,11 +117,11 @@ def report_labels(report: DataReport, dataset: str, found: Pairs, refuse: bool) 
     """
     for split, parts in found.items():
         for language, pairs in parts.items():
-            where = where_of(split, language, parts)
+            where = split_label(split, language, parts)
             counts = Counter(pairs["label"])
             report.add(
                 "classes",
-                f"{where}: {list_counts({LABELS[label]: counts[label] for label in sorted(counts)})}",
+                f"{where}: {list_counts({PAIR_LABELS[label]: counts[label] for label in sorted(counts)})}",
             )
             repeated = int(pairs.duplicated([*SENTENCES]).sum())
             differing = int(
@@ -130,11 +132,11 @@ def report_labels(report: DataReport, dataset: str, found: Pairs, refuse: bool) 
                 labels = f", {differing:,} with another label" if differing else ""
                 report.add(
                     "values",
-                    f"{where}: {count_of(repeated, 'pair')} given again{labels}",
+                    f"{where}: {pluralize(repeated, 'pair')} given again{labels}",
                 )
     (train,) = found["train"].values()
     if refuse and train["label"].nunique() == 1:
-        label = LABELS[train["label"].iloc[0]]
+        label = PAIR_LABELS[train["label"].iloc[0]]
         raise ValueError(
             f"{dataset}: all {len(train):,} training pairs have the label {label}; there is nothing to learn"
         )
@@ -154,10 +156,12 @@ def check_overlap(report: DataReport, dataset: str, found: Pairs, refuse: bool) 
     """
     names = {"train": "training", "valid": "validation", "test": "test"}
     for part, other in (("test", "train"), ("valid", "train"), ("test", "valid")):
-        known = {key for pairs in found[other].values() for key in _keys(pairs)}
+        known = {
+            key for pairs in found[other].values() for key in _normalized_pairs(pairs)
+        }
         premises = {key[0] for key in known}
         for language, pairs in found[part].items():
-            keys = _keys(pairs)
+            keys = _normalized_pairs(pairs)
             where = (
                 f"{names[part]} pairs"
                 if len(found[part]) == 1
@@ -180,7 +184,7 @@ def check_overlap(report: DataReport, dataset: str, found: Pairs, refuse: bool) 
                 )
 
 
-def _keys(pairs: pd.DataFrame) -> list[tuple[Hashable, ...]]:
+def _normalized_pairs(pairs: pd.DataFrame) -> list[tuple[Hashable, ...]]:
     """Return premise and hypothesis of every pair, with single blanks between words."""
     texts = ([" ".join(text.split()) for text in pairs[name]] for name in SENTENCES)
     return list(zip(*texts, strict=True))
@@ -192,5 +196,5 @@ def report_columns(report: DataReport, split: str, unused: Iterable[str]) -> Non
         noun = "column" if len(names) == 1 else "columns"
         report.add(
             "left out",
-            f"{split}: the {noun} {list_some(names, 12)}, which nothing reads",
+            f"{split}: the {noun} {list_first(names, 12)}, which nothing reads",
         )

@@ -85,8 +85,8 @@ class DataReport:
         for name in names:
             by_ending[PurePath(name).suffix.lower() or "without ending"].append(name)
         for ending, found in sorted(by_ending.items()):
-            kind = f"{count_of(len(found), 'file')} {ending}"
-            self.add("left out", f"{kind}: {reason} ({list_some(sorted(found))})")
+            kind = f"{pluralize(len(found), 'file')} {ending}"
+            self.add("left out", f"{kind}: {reason} ({list_first(sorted(found))})")
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -139,19 +139,19 @@ def empty_report() -> DataReport:
     return DataReport("")
 
 
-def count_of(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun in the right form.
 
-    >>> count_of(1, "file"), count_of(1200, "file")
+    >>> pluralize(1, "file"), pluralize(1200, "file")
     ('1 file', '1,200 files')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def list_some(names: Collection[str], most: int = MAX_NAMES) -> str:
+def list_first(names: Collection[str], most: int = MAX_NAMES) -> str:
     """Return the first names, and "..." where there are more.
 
-    >>> list_some(["a", "b", "c", "d"])
+    >>> list_first(["a", "b", "c", "d"])
     'a, b, c, ...'
     """
     shown = list(names)[:most]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from cpt_lab.data.folder_contents import identical_files
-from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
+from cpt_lab.data.report import DataReport, list_counts, list_first, pluralize
 
-MAX_READ = (
+MAX_IMAGES_INSPECTED = (
     100  # pictures of a split whose values are looked at where pictures stay on disk
 )
-NAMES = ("training", "validation", "test")
+SPLIT_NAMES = ("training", "validation", "test")
 
 
 def report_sizes(
@@ -30,8 +30,8 @@ def report_sizes(
     train, valid, test = (f"{size:,}" for size in sizes)
     report.add(
         "split",
-        f"of {count_of(there[0], 'training picture')}, {train} are trained on and {valid} held out to choose the best "
-        f"evaluation; of {count_of(there[1], 'test picture')}, {test} are tested on",
+        f"of {pluralize(there[0], 'training picture')}, {train} are trained on and {valid} held out to choose the best "
+        f"evaluation; of {pluralize(there[1], 'test picture')}, {test} are tested on",
     )
 
 
@@ -57,18 +57,18 @@ def report_classes(
     shown = [f"class {name}:" if name.isdecimal() else name for name in names]
     counts = np.bincount(numbers, minlength=len(names)).tolist()
     present = {name: count for name, count in zip(shown, counts, strict=True) if count}
-    found = f"{count_of(len(numbers), noun)} of {_classes(len(present))}"
+    found = f"{pluralize(len(numbers), noun)} of {_count_classes(len(present))}"
     report.add("classes", f"{split}: {found}: {list_counts(present)}")
     if missing := [
         name for name, count in zip(names, counts, strict=True) if not count
     ]:
         report.add(
             "classes",
-            f"{split} has no {noun} of {_classes(len(missing))}: {list_some(missing)}",
+            f"{split} has no {noun} of {_count_classes(len(missing))}: {list_first(missing)}",
         )
 
 
-def _classes(count: int) -> str:
+def _count_classes(count: int) -> str:
     return "1 class" if count == 1 else f"{count:,} classes"
 
 
@@ -83,7 +83,7 @@ def report_values(
         ranges = list(zip(flat.amin(1).tolist(), flat.amax(1).tolist(), strict=True))
     else:
         ranges = [(int(image.min()), int(image.max())) for image in images]
-    _add_range(report, split, count_of(len(images), "picture"), ranges)
+    _add_range(report, split, pluralize(len(images), "picture"), ranges)
 
 
 def report_sample_values(
@@ -100,13 +100,15 @@ def report_sample_values(
     count = len(samples)
     if not count:
         return
-    chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_READ)).astype(np.int64))
+    chosen = np.unique(
+        np.linspace(0, count - 1, min(count, MAX_IMAGES_INSPECTED)).astype(np.int64)
+    )
     channels = [
         read(samples[int(index)]).convert("RGB").getextrema() for index in chosen
     ]
     ranges = [(min(low for low, _ in c), max(high for _, high in c)) for c in channels]
     some = "" if len(chosen) == count else f" of {count:,}, evenly spaced"
-    _add_range(report, split, f"{count_of(len(chosen), 'picture')}{some}", ranges)
+    _add_range(report, split, f"{pluralize(len(chosen), 'picture')}{some}", ranges)
 
 
 def _add_range(
@@ -115,12 +117,14 @@ def _add_range(
     lows, highs = zip(*ranges, strict=True)
     constant = sum(low == high for low, high in zip(lows, highs, strict=True))
     alone = (
-        f"; {count_of(constant, 'picture')} of one value throughout" if constant else ""
+        f"; {pluralize(constant, 'picture')} of one value throughout"
+        if constant
+        else ""
     )
     report.add("values", f"{split}: {min(lows)} to {max(highs)} in {what}{alone}")
 
 
-def identical_pictures(first: Tensor, second: Tensor) -> dict[int, int]:
+def identical_images(first: Tensor, second: Tensor) -> dict[int, int]:
     """Return which pictures of ``second`` have the pixels of one of ``first``: {index: index in first}.
 
     >>> import torch
@@ -148,14 +152,14 @@ def _hashes(images: Tensor) -> Iterable[int]:
     return (hash(image.tobytes()) for image in images.contiguous().numpy())
 
 
-def report_shared(report: DataReport, splits: Mapping[str, Tensor]) -> None:
+def report_shared_images(report: DataReport, splits: Mapping[str, Tensor]) -> None:
     """Add facts about pictures of the test and the validation split whose pixels are those of another split.
 
     Args:
         report: of the data set.
         splits: pictures in memory by the names in ``NAMES``, (N, C, H, W).
     """
-    train, valid, test = (splits[name] for name in NAMES)
+    train, valid, test = (splits[name] for name in SPLIT_NAMES)
     size = " x ".join(map(str, reversed(train.shape[-2:])))
     fitted = torch.cat([train, valid])
     for name, images, other, pictures in (
@@ -165,9 +169,9 @@ def report_shared(report: DataReport, splits: Mapping[str, Tensor]) -> None:
         if (
             len(images)
             and len(pictures)
-            and (shared := identical_pictures(pictures, images))
+            and (shared := identical_images(pictures, images))
         ):
-            what = f"{len(shared):,} of {count_of(len(images), f'{name} picture')}"
+            what = f"{len(shared):,} of {pluralize(len(images), f'{name} picture')}"
             report.add(
                 "overlap",
                 f"{what} have the pixels of a {other} picture at {size} pixels",
@@ -181,12 +185,12 @@ def report_shared_files(
     if valid and (copies := identical_files(train, valid)):
         report.add(
             "overlap",
-            f"{len(copies):,} of {count_of(len(valid), 'validation picture')} are copies of training pictures, byte "
+            f"{len(copies):,} of {pluralize(len(valid), 'validation picture')} are copies of training pictures, byte "
             "for byte",
         )
 
 
-def list_alike(counts: Counter[str]) -> str:
+def list_name_counts(counts: Counter[str]) -> str:
     """Return names with their counts, in alphabetical order.
 
     >>> list_alike(Counter({"pose": 2, "part": 1}))

@@ -14,17 +14,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cpt_lab.data.common import SPLITS, generator_of
-from cpt_lab.data.files import DataNotFoundError, not_here, own_path, reading
-from cpt_lab.data.report import DataReport, count_of, empty_report, list_some
+from cpt_lab.data.files import (
+    DataNotFoundError,
+    explain_read_errors,
+    missing_data_error,
+    own_path,
+)
+from cpt_lab.data.random_streams import seeded_generator
+from cpt_lab.data.report import DataReport, empty_report, list_first, pluralize
+from cpt_lab.data.splits import SPLITS
 from cpt_lab.data.text_lines import (
     EOS,
     UNKNOWN,
     check_overlap,
-    report_breaks,
+    normalize_line_breaks,
+    report_line_breaks,
     report_unknown_words,
     strip_markers,
-    unify_breaks,
 )
 from cpt_lab.data.unread_files import is_below_hidden, report_unread
 from cpt_lab.experiments.language_model import (
@@ -36,14 +42,14 @@ from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
-ENDINGS = (".txt", ".tokens", ".raw")  # .tokens and .raw are WikiText's
-NAMES = {
+TEXT_ENDINGS = (".txt", ".tokens", ".raw")  # .tokens and .raw are WikiText's
+SPLIT_FILE_STEMS = {
     "train": ("train",),
     "valid": ("valid", "val", "validation", "dev"),
     "test": ("test",),
 }  # ends of names
 NOT_A_TEXT = "no text of a split by its name"
-LONG_WORD = 15  # letters on average: likely a text without blanks between words
+LONG_WORD_LETTERS = 15  # letters on average: likely a text without blanks between words
 PTB_WORDS = {"train": 929_589, "valid": 73_760, "test": 82_430}  # with <eos>
 PTB_SHA256 = {
     "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
@@ -80,10 +86,11 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
     """
     EXPERIMENT.check_dataset(recipe.dataset)
     report = DataReport(recipe.dataset)
-    texts, title = _texts(recipe, report)
+    texts, title = _load_texts(recipe, report)
     lines = strip_markers(texts, report) if is_own(recipe.dataset) else texts
     whole = {
-        split: _units(split, text, recipe.unit, report) for split, text in lines.items()
+        split: _split_units(split, text, recipe.unit, report)
+        for split, text in lines.items()
     }
     if recipe.dataset == "ptb":
         _check_penn_treebank(
@@ -91,7 +98,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         )
     parts = {split: _cut(split, whole[split], recipe, report) for split in SPLITS}
     start = "\n" if recipe.unit == "characters" else EOS
-    _check_parts(recipe, parts, start)
+    _check_learnable(recipe, parts, start)
     check_overlap(recipe.dataset, lines, report, refuse=is_own(recipe.dataset))
     common = [
         unit for unit, _ in Counter(parts["train"]).most_common(recipe.vocabulary)
@@ -120,17 +127,17 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
     )
 
 
-def _texts(
+def _load_texts(
     recipe: LanguageModelRecipe, report: DataReport
 ) -> tuple[dict[str, str], str]:
     """Return the three texts of a recipe as the files have them, and what they are called."""
     if recipe.dataset == "pydoc":
-        return _reference_text(report), "Python's reference text"
+        return _read_pydoc(report), "Python's reference text"
     if recipe.dataset != "ptb":
-        return _own(own_path(recipe.dataset), report)
+        return _read_own_text(own_path(recipe.dataset), report)
     files = {split: data_dir() / "ptb" / f"ptb.{split}.txt" for split in SPLITS}
     if not all(path.is_file() for path in files.values()):
-        raise not_here("ptb")
+        raise missing_data_error("ptb")
     report_unread(report, data_dir() / "ptb", list(files.values()), NOT_A_TEXT)
     return {
         split: _read(path, report) for split, path in files.items()
@@ -144,23 +151,23 @@ def _check_penn_treebank(counts: dict[str, int]) -> None:
         )
 
 
-def _units(split: str, text: str, unit: str, report: DataReport) -> list[str]:
+def _split_units(split: str, text: str, unit: str, report: DataReport) -> list[str]:
     """Return the words or characters of a text."""
     report_unknown_words(split, text, report)
     if unit == "characters":
-        report.add("read", f"{split}: {count_of(len(text), 'character')}")
+        report.add("read", f"{split}: {pluralize(len(text), 'character')}")
         return list(text)
-    report_breaks(split, text, report)
+    report_line_breaks(split, text, report)
     words = _words(text)
     lines = text.splitlines()
     blank = sum(not line.strip() for line in lines)
-    filled = count_of(len(lines) - blank, "line")
+    filled = pluralize(len(lines) - blank, "line")
     report.add(
         "read",
-        f"{split}: {filled}, {count_of(len(words), 'word')} with an {EOS} for each line",
+        f"{split}: {filled}, {pluralize(len(words), 'word')} with an {EOS} for each line",
     )
     if blank:
-        report.add("left out", f"{split}: {count_of(blank, 'line')} without words")
+        report.add("left out", f"{split}: {pluralize(blank, 'line')} without words")
     return words
 
 
@@ -183,33 +190,33 @@ def _cut(
     return part
 
 
-def _check_parts(
+def _check_learnable(
     recipe: LanguageModelRecipe, parts: dict[str, list[str]], start: str
 ) -> None:
     """Refuse texts from which nothing can be learnt, or with which nothing can be measured."""
     for split, part in parts.items():
         if len(part) < recipe.batch * (1 + (split == "train")):
             few = f"the {split} text has {len(part)} {recipe.unit}, too few for a batch of {recipe.batch} columns"
-            raise ValueError(f"{recipe.dataset}: {few}{_no_blanks(recipe, part)}")
+            raise ValueError(f"{recipe.dataset}: {few}{_unspaced_hint(recipe, part)}")
     if len(set(parts["train"]) - {start}) < 2:
         raise ValueError(
             f"{recipe.dataset}: the training text is one word over and over; nothing can be learnt"
         )
     for split, part in parts.items():
         if set(part) - {start} and set(part).isdisjoint(set(parts["train"]) - {start}):
-            hint = _no_blanks(recipe, part)
+            hint = _unspaced_hint(recipe, part)
             raise ValueError(
                 f"{recipe.dataset}: nothing of the {split} text is in the training text{hint}"
             )
 
 
-def _no_blanks(recipe: LanguageModelRecipe, words: list[str]) -> str:
+def _unspaced_hint(recipe: LanguageModelRecipe, words: list[str]) -> str:
     """Return a hint where words are so long that a text is likely to have no blanks between them, else ""."""
     letters = [len(word) for word in words if word != EOS]
     if (
         recipe.unit == "characters"
         or not letters
-        or sum(letters) < LONG_WORD * len(letters)
+        or sum(letters) < LONG_WORD_LETTERS * len(letters)
     ):
         return ""
     mean = sum(letters) / len(letters)
@@ -233,7 +240,7 @@ def _report_vocabulary(
             share = f"{unknown:,} of {len(part):,} {recipe.unit}"
             report.add(
                 "changed",
-                f"{split}: {share} became {UNKNOWN}{_no_blanks(recipe, part)}",
+                f"{split}: {share} became {UNKNOWN}{_unspaced_hint(recipe, part)}",
             )
 
 
@@ -250,11 +257,11 @@ def _title(name: str, recipe: LanguageModelRecipe, there: int, words: int) -> st
     return f"{part}{name}{known}"
 
 
-def _own(path: Path, report: DataReport) -> tuple[dict[str, str], str]:
+def _read_own_text(path: Path, report: DataReport) -> tuple[dict[str, str], str]:
     """Return the three texts of a folder, or the parts of the one text that is there, and what they are called."""
-    files = [path] if path.is_file() else _single_text(path)
+    files = [path] if path.is_file() else _find_single_text(path)
     if not files:
-        found = {split: _file_of(path, split) for split in SPLITS}
+        found = {split: _split_file(path, split) for split in SPLITS}
         report_unread(report, path, list(found.values()), NOT_A_TEXT)
         return {split: _read(file, report) for split, file in found.items()}, path.name
     if path.is_dir():
@@ -268,51 +275,51 @@ def _own(path: Path, report: DataReport) -> tuple[dict[str, str], str]:
     if len(every) > len(lines):
         report.add(
             "left out",
-            f"{files[0].name}: {count_of(len(every) - len(lines), 'line')} without words",
+            f"{files[0].name}: {pluralize(len(every) - len(lines), 'line')} without words",
         )
     report.add(
         "split",
-        f"{count_of(len(lines), 'line')} of one text cut 8 : 1 : 1, in their order",
+        f"{pluralize(len(lines), 'line')} of one text cut 8 : 1 : 1, in their order",
     )
     ends = [0, len(lines) * 8 // 10, len(lines) * 9 // 10, len(lines)]
     parts = ("".join(lines[a:b]) for a, b in itertools.pairwise(ends))
     return dict(zip(SPLITS, parts, strict=True)), f"{files[0].stem}, cut 8 : 1 : 1"
 
 
-def _single_text(folder: Path) -> list[Path]:
+def _find_single_text(folder: Path) -> list[Path]:
     """Return the one .txt of a folder without texts of splits in other files, in a list, else none."""
-    texts = _texts_in(folder)
+    texts = _text_files(folder)
     plain = [path for path in texts if path.suffix == ".txt"]
     others = [
         path
         for path in texts
-        if path not in plain and path.stem.endswith(sum(NAMES.values(), ()))
+        if path not in plain and path.stem.endswith(sum(SPLIT_FILE_STEMS.values(), ()))
     ]
     return plain if len(plain) == 1 and not others else []
 
 
-def _texts_in(folder: Path) -> list[Path]:
+def _text_files(folder: Path) -> list[Path]:
     """Return the files of a folder that are texts by their endings."""
-    found = (path for ending in ENDINGS for path in folder.glob(f"*{ending}"))
+    found = (path for ending in TEXT_ENDINGS for path in folder.glob(f"*{ending}"))
     return sorted(
         path for path in found if not is_below_hidden(path.relative_to(folder))
     )
 
 
-def _file_of(folder: Path, split: str) -> Path:
+def _split_file(folder: Path, split: str) -> Path:
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}")
-    texts = _texts_in(folder)
-    found = [path for path in texts if path.stem.endswith(NAMES[split])]
+    texts = _text_files(folder)
+    found = [path for path in texts if path.stem.endswith(SPLIT_FILE_STEMS[split])]
     if not found:
         names = sorted(
             path.name
             for path in folder.iterdir()
             if not is_below_hidden(path.relative_to(folder))
         )
-        there = f"; it has {list_some(names, 6)}" if names else ""
+        there = f"; it has {list_first(names, 6)}" if names else ""
         raise DataNotFoundError(
-            f"{folder} has no file that ends in {split}.txt{_also(split)}; a text needs one for "
+            f"{folder} has no file that ends in {split}.txt{_alternative_names(split)}; a text needs one for "
             f"{', '.join(SPLITS)}{there}"
         )
     if len(found) > 1:
@@ -322,20 +329,20 @@ def _file_of(folder: Path, split: str) -> Path:
     return found[0]
 
 
-def _also(split: str) -> str:
+def _alternative_names(split: str) -> str:
     """Return the other names of a split in words."""
-    others = [f"{name}.txt" for name in NAMES[split][1:]]
+    others = [f"{name}.txt" for name in SPLIT_FILE_STEMS[split][1:]]
     return f" (or {', '.join(others)})" if others else ""
 
 
 def _read(path: Path, report: DataReport) -> str:
-    with reading(path), path.open(encoding="utf-8", newline="") as file:
-        text = unify_breaks(path.name, file.read(), report)
+    with explain_read_errors(path), path.open(encoding="utf-8", newline="") as file:
+        text = normalize_line_breaks(path.name, file.read(), report)
     if "\0" in text:  # UTF-16, or no text at all
         raise ValueError(f"{path} is no text in UTF-8: it holds NUL characters")
     if not text.strip():
         raise ValueError(f"{path} has no words")
-    report.add("read", f"{path.name}, {count_of(len(text), 'character')}")
+    report.add("read", f"{path.name}, {pluralize(len(text), 'character')}")
     return text
 
 
@@ -348,7 +355,7 @@ def _words(text: str) -> list[str]:
     ]
 
 
-def _reference_text(report: DataReport) -> dict[str, str]:
+def _read_pydoc(report: DataReport) -> dict[str, str]:
     """The texts of Python's ``help("...")``; they differ a little between versions of Python."""
     try:
         from pydoc_data.topics import topics
@@ -375,7 +382,7 @@ def _reference_text(report: DataReport) -> dict[str, str]:
 def random_text(recipe: LanguageModelRecipe) -> TextData:
     """Random words of the same shapes, so that steps can be timed without data."""
     known = known_words(recipe.to_dict())
-    generator = generator_of(0)
+    generator = seeded_generator(0)
     sizes = (recipe.batch * (recipe.length + 1), 100, 100)
     train, valid, test = (
         torch.randint(known, (size,), generator=generator) for size in sizes
@@ -385,13 +392,13 @@ def random_text(recipe: LanguageModelRecipe) -> TextData:
     )
 
 
-def columns(tokens: Tensor, batch: int) -> Tensor:
+def batchify(tokens: Tensor, batch: int) -> Tensor:
     """Cut a text into ``batch`` columns that run side by side, (n // batch, batch); the rest is left out."""
     rows = len(tokens) // batch
     return tokens[: rows * batch].view(batch, rows).t().contiguous()
 
 
-def questions(tokens: Tensor, start: int, batch: int) -> tuple[Tensor, Tensor]:
+def evaluation_columns(tokens: Tensor, start: int, batch: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets (rows, batch) that ask for every word of a text exactly once.
 
     Every column goes on from the word before its first; a target of -100 is none.

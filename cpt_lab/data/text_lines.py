@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from cpt_lab.data.report import DataReport, count_of, list_counts
+from cpt_lab.data.report import DataReport, list_counts, pluralize
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 UNKNOWN_SPELLINGS = (
@@ -18,29 +18,45 @@ UNKNOWN_SPELLINGS = (
     "<oov>",
     "<OOV>",
 )  # words of their own here
-SHAPES = (
+MARKER_SHAPES = (
     r"<\|?/?[A-Za-z][\w/.-]{0,20}\|?>",  # <eos>, </s>, <|endoftext|>
     r"\[/?[A-Z]{2,8}\]",  # [SEP]
     r"<\uff5c[^\uff5c\s]{1,40}\uff5c>",  # the same with wide bars
     r"__?(?:eos|EOS|bos|BOS|sos|SOS|end|END|start|START)__?",
     r"(?<!\S)(?:EOS|eos|EOL|BOS|bos|SOS|sos|\\n|\u00b6|\u23ce)(?!\S)",  # as words alone
 )
-MARKER = "|".join(SHAPES)
-LAST, FIRST = re.compile(rf"({MARKER})\s*$"), re.compile(rf"^\s*({MARKER})")
-WORDS = ("EOS", "eos", "EOL", "BOS", "bos", "SOS", "sos", "\\n", "\u00b6", "\u23ce")
-CLOSING, OPENING = (
-    (">", "]", "_", *WORDS),
-    ("<", "[", "_", *WORDS),
+MARKER = "|".join(MARKER_SHAPES)
+END_MARKER, START_MARKER = (
+    re.compile(rf"({MARKER})\s*$"),
+    re.compile(rf"^\s*({MARKER})"),
+)
+MARKER_WORDS = (
+    "EOS",
+    "eos",
+    "EOL",
+    "BOS",
+    "bos",
+    "SOS",
+    "sos",
+    "\\n",
+    "\u00b6",
+    "\u23ce",
+)
+MARKER_ENDS, MARKER_STARTS = (
+    (">", "]", "_", *MARKER_WORDS),
+    ("<", "[", "_", *MARKER_WORDS),
 )  # characters of the markers: a quick look
-LONGEST = 48  # characters of a marker, at most
-NEARLY_ALL = (
+MAX_MARKER_LENGTH = 48  # characters of a marker, at most
+MIN_MARKED_SHARE = (
     0.9  # of the lines of a text: a marker that ends so many is the end of a line
 )
-LONG_LINE = 5  # words: shorter lines recur in any text
-MIN_LETTERS = 8  # of a word, on average: words of other scripts that are sentences
-MAX_SHARED = 0.5  # of the long lines of a text
-USES = {"valid": "validation", "test": "test"}
-BREAKS = {
+LONG_LINE_WORDS = 5  # words: shorter lines recur in any text
+MIN_UNSPACED_LETTERS = (
+    8  # of a word, on average: words of other scripts that are sentences
+)
+MAX_SHARED_LINES = 0.5  # of the long lines of a text
+SPLIT_PURPOSES = {"valid": "validation", "test": "test"}
+BREAK_NAMES = {
     "\x0b": "vertical tabs",
     "\x0c": "form feeds",
     "\x1c": "U+001C",
@@ -53,7 +69,7 @@ BREAKS = {
 Matches = dict[int, re.Match[str]]  # by the number of the line
 
 
-def unify_breaks(name: str, text: str, report: DataReport) -> str:
+def normalize_line_breaks(name: str, text: str, report: DataReport) -> str:
     """Return a text whose lines end in a line feed where they ended in CR or CR LF.
 
     Args:
@@ -68,20 +84,20 @@ def unify_breaks(name: str, text: str, report: DataReport) -> str:
         if count := text.count(ending):
             report.add(
                 "changed",
-                f"{name}: {count_of(count, 'line')} ended in {said}, and end in a line feed now",
+                f"{name}: {pluralize(count, 'line')} ended in {said}, and end in a line feed now",
             )
             text = text.replace(ending, "\n")
     if damaged := text.count("\ufffd"):
         report.add(
             "markers",
-            f"{name}: {count_of(damaged, 'character')} U+FFFD, which stand for damaged ones",
+            f"{name}: {pluralize(damaged, 'character')} U+FFFD, which stand for damaged ones",
         )
     return text
 
 
-def report_breaks(name: str, text: str, report: DataReport) -> None:
+def report_line_breaks(name: str, text: str, report: DataReport) -> None:
     """Add the characters besides line feeds at which a text of words is cut into lines."""
-    counts = {said: text.count(character) for character, said in BREAKS.items()}
+    counts = {said: text.count(character) for character, said in BREAK_NAMES.items()}
     if found := {said: count for said, count in counts.items() if count}:
         report.add(
             "changed",
@@ -96,17 +112,19 @@ def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str
     or stands in a line of its own for nearly every other line.
     """
     lines = {split: text.splitlines(keepends=True) for split, text in texts.items()}
-    for pattern, place in ((LAST, "end in"), (FIRST, "begin with")):
-        found = {split: _find(part, pattern) for split, part in lines.items()}
-        while taken := _taken(lines, found):
+    for pattern, place in ((END_MARKER, "end in"), (START_MARKER, "begin with")):
+        found = {split: _find_markers(part, pattern) for split, part in lines.items()}
+        while taken := _line_markers(lines, found):
             for split, part in lines.items():
-                _strip(split, part, found[split], taken, report)
-            found = {split: _find(part, pattern) for split, part in lines.items()}
+                _strip_split(split, part, found[split], taken, report)
+            found = {
+                split: _find_markers(part, pattern) for split, part in lines.items()
+            }
         words = Counter(
             match[1]
             for part in found.values()
             for match in part.values()
-            if _is_word(match)
+            if _stands_alone(match)
         )
         if stay := {
             repr(marker): count for marker, count in words.items() if marker != UNKNOWN
@@ -118,34 +136,38 @@ def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str
     return {split: "".join(part) for split, part in lines.items()}
 
 
-def _find(lines: list[str], pattern: re.Pattern[str]) -> Matches:
+def _find_markers(lines: list[str], pattern: re.Pattern[str]) -> Matches:
     """Return the lines that have a marker in the place of a pattern."""
     found = {}
     for number, line in enumerate(lines):
         likely = (
-            line.rstrip().endswith(CLOSING)
-            if pattern is LAST
-            else line.lstrip().startswith(OPENING)
+            line.rstrip().endswith(MARKER_ENDS)
+            if pattern is END_MARKER
+            else line.lstrip().startswith(MARKER_STARTS)
         )
         if likely and (
-            match := pattern.search(line, _tail(line) if pattern is LAST else 0)
+            match := pattern.search(
+                line, _search_start(line) if pattern is END_MARKER else 0
+            )
         ):
             found[number] = match
     return found
 
 
-def _tail(line: str) -> int:
+def _search_start(line: str) -> int:
     """Return where to begin to look for a marker at the end of a line."""
-    return max(0, len(line.rstrip()) - LONGEST)
+    return max(0, len(line.rstrip()) - MAX_MARKER_LENGTH)
 
 
-def _is_word(match: re.Match[str]) -> bool:
+def _stands_alone(match: re.Match[str]) -> bool:
     """Return whether a marker stands alone and is no part of a longer word."""
     before, after = match.string[: match.start(1)], match.string[match.end(1) :]
     return (not before or before[-1].isspace()) and (not after or after[0].isspace())
 
 
-def _taken(lines: Mapping[str, list[str]], found: Mapping[str, Matches]) -> set[str]:
+def _line_markers(
+    lines: Mapping[str, list[str]], found: Mapping[str, Matches]
+) -> set[str]:
     """Return the markers that are ends, or starts, of lines."""
     taken = set()
     for split, matches in found.items():
@@ -155,24 +177,24 @@ def _taken(lines: Mapping[str, list[str]], found: Mapping[str, Matches]) -> set[
         )  # lines with more than a marker
         for marker, count in Counter(match[1] for match in matches.values()).items():
             if marker == EOS or (
-                count >= NEARLY_ALL * filled
+                count >= MIN_MARKED_SHARE * filled
                 and marker not in (UNKNOWN, *UNKNOWN_SPELLINGS)
             ):
                 taken.add(marker)
     return taken
 
 
-def _strip(
+def _strip_split(
     split: str, lines: list[str], matches: Matches, taken: set[str], report: DataReport
 ) -> None:
     """Take markers out of the lines of a split, in place."""
     counts: Counter[tuple[str, str]] = Counter()
     for number, match in matches.items():
         if match[1] in taken:
-            line, ends = lines[number], match.re is LAST
+            line, ends = lines[number], match.re is END_MARKER
             before, after = line[: match.start(1)], line[match.end(1) :]
             lines[number] = (
-                before.rstrip() + _break_of(line)
+                before.rstrip() + _line_break(line)
                 if ends
                 else before + after.lstrip(" \t")
             )
@@ -185,11 +207,11 @@ def _strip(
         )
         report.add(
             "markers",
-            f"{count:,} of {count_of(len(lines), 'line')} of {split} {place} {marker!r}: {what}",
+            f"{count:,} of {pluralize(len(lines), 'line')} of {split} {place} {marker!r}: {what}",
         )
 
 
-def _break_of(line: str) -> str:
+def _line_break(line: str) -> str:
     """Return the characters that end a line, "" for the last line of a text without."""
     return line[len(line.splitlines()[0]) :]
 
@@ -228,16 +250,16 @@ def long_lines(text: str) -> list[str]:
     return [
         " ".join(line)
         for line in words
-        if len(line) >= LONG_LINE or _has_no_blanks(line)
+        if len(line) >= LONG_LINE_WORDS or _is_unspaced(line)
     ]
 
 
-def _has_no_blanks(words: list[str]) -> bool:
+def _is_unspaced(words: list[str]) -> bool:
     """Return whether a line is likely to be a sentence of a script without blanks, such as Chinese."""
     letters = sum(map(len, words))
     return (
         bool(words)
-        and letters >= MIN_LETTERS * len(words)
+        and letters >= MIN_UNSPACED_LETTERS * len(words)
         and not any(word.isascii() for word in words)
     )
 
@@ -261,7 +283,10 @@ def check_overlap(
         split: " ".join(text.split()) for split, text in texts.items()
     }  # however lines are cut
     for part, other in (("test", "train"), ("valid", "train"), ("test", "valid")):
-        use, there = USES[part], f"the {'training' if other == 'train' else other} text"
+        use, there = (
+            SPLIT_PURPOSES[part],
+            f"the {'training' if other == 'train' else other} text",
+        )
         if refuse and texts[part] == texts[other] and (other == "train" or lines[part]):
             raise ValueError(
                 f"{dataset}: the {part} text is {there}; a {use} needs another"
@@ -274,9 +299,9 @@ def check_overlap(
         shared = [line for line in lines[part] if line in known]
         if not shared:
             continue
-        which = f"lines of at least {LONG_LINE} words of the {part} text stand in {there}, too"
+        which = f"lines of at least {LONG_LINE_WORDS} words of the {part} text stand in {there}, too"
         said = f"{len(shared):,} of {len(lines[part]):,} {which}"
-        if refuse and len(shared) > MAX_SHARED * len(lines[part]):
+        if refuse and len(shared) > MAX_SHARED_LINES * len(lines[part]):
             raise ValueError(
                 f"{dataset}: {said}; a {use} needs others than {shared[0][:60]!r}"
             )

@@ -13,15 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from cpt_lab.data.files import DataNotFoundError, reading
-from cpt_lab.data.folder_contents import FolderContents, identical_files, is_picture
-from cpt_lab.data.pictures import PICTURE_ENDINGS, PictureFacts
-from cpt_lab.data.report import DataReport, count_of, list_some
-from cpt_lab.data.split_facts import list_alike
+from cpt_lab.data.files import DataNotFoundError, explain_read_errors
+from cpt_lab.data.folder_contents import FolderContents, identical_files, is_image_file
+from cpt_lab.data.image_decoding import IMAGE_ENDINGS, ImageFacts
+from cpt_lab.data.report import DataReport, list_first, pluralize
+from cpt_lab.data.split_facts import list_name_counts
 
-MAX_ID = 200  # characters: file systems take 255 for a name
-FLAGS = ("1", "-1", "0")  # second words of VOC's lists of one class
-OVERHANG = 1  # pixels that a box may stick out: rounding of other tools
+MAX_ID_LENGTH = 200  # characters: file systems take 255 for a name
+CLASS_LIST_FLAGS = ("1", "-1", "0")  # second words of VOC's lists of one class
+MAX_OVERHANG_PIXELS = 1  # pixels that a box may stick out: rounding of other tools
 ANNOTATION_PARTS = (
     "folder",
     "filename",
@@ -33,18 +33,18 @@ ANNOTATION_PARTS = (
     "object",
 )
 OBJECT_PARTS = ("name", "bndbox", "difficult")
-CORNERS = ("xmin", "ymin", "xmax", "ymax")
-DIFFICULT = {"": False, "0": False, "false": False, "1": True, "true": True}
+BOX_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+DIFFICULT_VALUES = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 class VocFile(NamedTuple):
     """Files of one picture and its annotation."""
 
-    picture: Path
+    image: Path
     annotation: Path
 
 
-class Objects(NamedTuple):
+class AnnotatedObjects(NamedTuple):
     """Objects of an annotation: boxes (x1, y1, x2, y2, in pixels from the upper left corner), classes, flags."""
 
     boxes: list[list[float]]
@@ -57,8 +57,8 @@ class AnnotationNotes:
     """Facts that are gathered while annotations are read; names are relative to ``folder``."""
 
     folder: Path
-    pictures: dict[str, PictureFacts] = field(default_factory=dict)
-    stored: list[str] = field(
+    pictures: dict[str, ImageFacts] = field(default_factory=dict)
+    drawn_as_stored: list[str] = field(
         default_factory=list
     )  # pictures whose boxes are drawn before the EXIF orientation
     undecided: list[str] = field(
@@ -92,7 +92,7 @@ class AnnotationNotes:
             (
                 "changed",
                 self.clipped,
-                f"with boxes that stick out by at most {OVERHANG} pixel: clipped",
+                f"with boxes that stick out by at most {MAX_OVERHANG_PIXELS} pixel: clipped",
             ),
             ("changed", self.trimmed, "with blanks around names of classes: left out"),
         ):
@@ -100,28 +100,29 @@ class AnnotationNotes:
                 found = sorted(set(names))
                 report.add(
                     topic,
-                    f"{count_of(len(found), 'annotation')} {text} ({list_some(found)})",
+                    f"{pluralize(len(found), 'annotation')} {text} ({list_first(found)})",
                 )
-        if self.stored:
+        if self.drawn_as_stored:
             report.add(
                 "changed",
-                f"EXIF orientation not applied to {count_of(len(self.stored), 'picture')}: by the sizes in the "
-                f"annotations, boxes were drawn on the pictures as stored ({list_some(sorted(self.stored))})",
+                f"EXIF orientation not applied to {pluralize(len(self.drawn_as_stored), 'picture')}: by the sizes in "
+                "the annotations, boxes were drawn on the pictures as stored "
+                f"({list_first(sorted(self.drawn_as_stored))})",
             )
         if self.undecided:
             report.add(
                 "read",
-                f"{count_of(len(self.undecided), 'picture')} with EXIF orientation, of one size before and after: "
-                f"boxes are taken as drawn on what viewers show ({list_some(sorted(self.undecided))})",
+                f"{pluralize(len(self.undecided), 'picture')} with EXIF orientation, of one size before and after: "
+                f"boxes are taken as drawn on what viewers show ({list_first(sorted(self.undecided))})",
             )
         if self.unused:
             report.add(
                 "left out",
-                f"elements of annotations, with their number: {list_alike(self.unused)}",
+                f"elements of annotations, with their number: {list_name_counts(self.unused)}",
             )
 
 
-def voc_folder(folder: Path) -> Path:
+def find_voc_folder(folder: Path) -> Path:
     """Return the folder that holds ``Annotations``: ``folder`` itself, or one in it such as ``VOCdevkit/VOC2007``."""
     if not folder.is_dir():
         raise DataNotFoundError(
@@ -159,19 +160,19 @@ class VocIndex:
         base = "" if folder == top else f"{folder.relative_to(top).as_posix()}/"
         self.pictures: dict[str, list[str]] = defaultdict(list)
         self.others: dict[str, str] = {}  # files of other kinds among the pictures
-        for file in contents.below(f"{base}JPEGImages"):
+        for file in contents.files_below(f"{base}JPEGImages"):
             name = file.removeprefix(f"{base}JPEGImages/")
-            if is_picture(name):
+            if is_image_file(name):
                 self.pictures[posixpath.splitext(name)[0]].append(name)
             else:
                 self.others.setdefault(posixpath.splitext(name)[0], name)
         self.annotations = {
             posixpath.splitext(file.removeprefix(f"{base}Annotations/"))[0]
-            for file in contents.below(f"{base}Annotations")
+            for file in contents.files_below(f"{base}Annotations")
             if file.lower().endswith(".xml")
         }
 
-    def listed(self, part: str, report: DataReport) -> list[VocFile]:
+    def split_files(self, part: str, report: DataReport) -> list[VocFile]:
         """Return picture and annotation of every line in the list of a split.
 
         Raises:
@@ -183,7 +184,7 @@ class VocIndex:
             raise DataNotFoundError(
                 f"there is no {path}: a list of picture ids, one per line"
             )
-        with reading(path):
+        with explain_read_errors(path):
             lines = [
                 line.strip()
                 for line in path.read_text(encoding="utf-8-sig").splitlines()
@@ -193,12 +194,12 @@ class VocIndex:
             raise ValueError(f"{path} is empty")
         ids = [self._id(line, path) for line in lines]
         if flagged := sum(
-            line != one and line.split()[-1] in FLAGS
+            line != one and line.split()[-1] in CLASS_LIST_FLAGS
             for line, one in zip(lines, ids, strict=True)
         ):
             report.add(
                 "left out",
-                f"second column of {path.name}, {', '.join(FLAGS)} in VOC's lists, in {flagged:,} lines",
+                f"second column of {path.name}, {', '.join(CLASS_LIST_FLAGS)} in VOC's lists, in {flagged:,} lines",
             )
         return [self._file(one, report) for one in ids]
 
@@ -207,7 +208,7 @@ class VocIndex:
         words = line.split()
         first = (
             line.rsplit(maxsplit=1)[0]
-            if len(words) > 1 and words[-1] in FLAGS
+            if len(words) > 1 and words[-1] in CLASS_LIST_FLAGS
             else line
         )
         if first != line and self._is_known(first):
@@ -217,7 +218,7 @@ class VocIndex:
                 )
             line = first
         is_path = line.startswith("/") or ".." in PurePosixPath(line).parts
-        if not line.isprintable() or len(line) > MAX_ID or is_path:
+        if not line.isprintable() or len(line) > MAX_ID_LENGTH or is_path:
             raise ValueError(f"{path}: {line[:40]!r} is no picture id")
         return line
 
@@ -266,7 +267,7 @@ class VocIndex:
         """Return the picture that an annotation names, where there is one."""
         if not annotation.is_file():
             return None
-        name = file_name(annotation_root(annotation))
+        name = annotated_file_name(annotation_root(annotation))
         return (
             name if name in self.pictures.get(posixpath.splitext(name)[0], []) else None
         )
@@ -274,10 +275,10 @@ class VocIndex:
 
 def _without_ending(name: str) -> str:
     stem, ending = posixpath.splitext(name)
-    return stem if ending.lower() in (*PICTURE_ENDINGS, ".xml") else name
+    return stem if ending.lower() in (*IMAGE_ENDINGS, ".xml") else name
 
 
-def file_name(root: ElementTree.Element) -> str:
+def annotated_file_name(root: ElementTree.Element) -> str:
     """Return the name of the picture that an annotation gives, without folders, or ""."""
     return re.split(r"[/\\]", root.findtext("filename", "").strip())[-1]
 
@@ -293,31 +294,31 @@ def check_lists(folder: Path, lists: dict[str, list[VocFile]]) -> None:
         ValueError: names the first pictures, their number, and what to do.
     """
     for part in lists.values():
-        image, count = Counter(file.picture for file in part).most_common(1)[0]
+        image, count = Counter(file.image for file in part).most_common(1)[0]
         if count > 1:
             raise ValueError(
                 f"{folder}: {image.name} is listed {count} times; list every picture once"
             )
     (first, train), (second, test) = lists.items()
-    names = sorted({f.picture.name for f in train if f in set(test)})
+    names = sorted({f.image.name for f in train if f in set(test)})
     way_out = "a test needs pictures of its own: take them out of one list"
     if names:
         raise ValueError(
-            f"{folder}: {len(names):,} of {count_of(len(test), 'picture')} in {second}.txt stand in {first}.txt, too "
-            f"({list_some(names)}); {way_out}"
+            f"{folder}: {len(names):,} of {pluralize(len(test), 'picture')} in {second}.txt stand in {first}.txt, too "
+            f"({list_first(names)}); {way_out}"
         )
     copies = identical_files(
-        [str(f.picture) for f in train], [str(f.picture) for f in test]
+        [str(f.image) for f in train], [str(f.image) for f in test]
     )
     if copies:
-        pairs = list_some(
+        pairs = list_first(
             [
                 f"{Path(one).name} is {Path(other).name}"
                 for one, other in sorted(copies.items())
             ]
         )
         raise ValueError(
-            f"{folder}: {len(copies):,} of {count_of(len(test), 'picture')} in {second}.txt are copies of pictures in "
+            f"{folder}: {len(copies):,} of {pluralize(len(test), 'picture')} in {second}.txt are copies of pictures in "
             f"{first}.txt ({pairs}); {way_out}"
         )
 
@@ -347,7 +348,7 @@ def report_unlisted(
     unlisted = [
         name
         for name in unused
-        if name.startswith(places) and (is_picture(name) or name.endswith(".xml"))
+        if name.startswith(places) and (is_image_file(name) or name.endswith(".xml"))
     ]
     report.leave_out(
         f"listed neither in {' nor in '.join(f'{part}.txt' for part in lists)}",
@@ -368,15 +369,15 @@ def report_unlisted(
 
 def annotation_root(xml: Path) -> ElementTree.Element:
     """Return the root of an annotation; ValueError names a file that is damaged."""
-    with reading(xml):
+    with explain_read_errors(xml):
         return ElementTree.parse(xml).getroot()
 
 
-def upright(
+def boxes_are_upright(
     xml: Path,
     image: Path,
     root: ElementTree.Element,
-    facts: PictureFacts,
+    facts: ImageFacts,
     notes: AnnotationNotes,
 ) -> bool:
     """Return whether boxes are drawn on the picture as viewers show it, turned by its EXIF orientation.
@@ -392,7 +393,7 @@ def upright(
             notes.undecided.append(notes.name(image))
         return True
     if (height, width) == facts.stored_size:
-        notes.stored.append(notes.name(image))
+        notes.drawn_as_stored.append(notes.name(image))
         return False
     shown, stored = (
         f"{size[1]} x {size[0]}" for size in (facts.shown_size, facts.stored_size)
@@ -415,7 +416,7 @@ def read_objects(
     size: tuple[int, int],
     classes: Sequence[str],
     notes: AnnotationNotes,
-) -> Objects:
+) -> AnnotatedObjects:
     """Return the objects of an annotation.
 
     Args:
@@ -428,11 +429,11 @@ def read_objects(
     Raises:
         ValueError: names the file, the object, and what is wrong with it.
     """
-    found = Objects([], [], [])
+    found = AnnotatedObjects([], [], [])
     objects = root.findall("object")
     if inside := len(list(root.iter("object"))) - len(objects):
         raise ValueError(
-            f"{xml}: {count_of(inside, 'object')} inside of other elements; <annotation> must hold them"
+            f"{xml}: {pluralize(inside, 'object')} inside of other elements; <annotation> must hold them"
         )
     notes.unused.update(
         child.tag for child in root if child.tag not in ANNOTATION_PARTS
@@ -474,7 +475,7 @@ def _box(
         raise ValueError(
             f"{what}: there is no bndbox (found: {others}); boxes need xmin, ymin, xmax, ymax"
         )
-    x1, y1, x2, y2 = (_number(obj, f"bndbox/{corner}", what) for corner in CORNERS)
+    x1, y1, x2, y2 = (_number(obj, f"bndbox/{corner}", what) for corner in BOX_CORNERS)
     shown = f"({x1:g}, {y1:g}) to ({x2:g}, {y2:g})"
     if not (x1 - 1 < x2 and y1 - 1 < y2):  # a box of one pixel has x1 = x2
         raise ValueError(f"{what}: the box {shown} has no area")
@@ -486,7 +487,7 @@ def _box(
         )
     clipped = [max(x1, 1), max(y1, 1), min(x2, width), min(y2, height)]
     moved = max(abs(a - b) for a, b in zip(clipped, (x1, y1, x2, y2), strict=True))
-    if moved > OVERHANG or not (
+    if moved > MAX_OVERHANG_PIXELS or not (
         clipped[0] - 1 < clipped[2] and clipped[1] - 1 < clipped[3]
     ):
         raise ValueError(outside)
@@ -497,9 +498,9 @@ def _box(
 
 def _is_difficult(obj: ElementTree.Element, what: str) -> bool:
     text = obj.findtext("difficult", "").strip().lower()
-    if text not in DIFFICULT:
+    if text not in DIFFICULT_VALUES:
         raise ValueError(f"{what}: difficult must be 0 or 1, got {text!r}")
-    return DIFFICULT[text]
+    return DIFFICULT_VALUES[text]
 
 
 def _number(element: ElementTree.Element, path: str, what: object) -> float:

@@ -28,7 +28,7 @@ from cpt_lab.sweeps.process import record_loss, supervise
 from cpt_lab.sweeps.progress import Live, Signals
 from cpt_lab.sweeps.stores import check_same_data, load_rows
 from cpt_lab.sweeps.worker import Job, Outcome
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.device import choose_device
 
 with explain_missing_extra("cluster"):
@@ -132,7 +132,7 @@ def _check(spec: RunSpec, device: str, flag_file: str) -> str:
     """Check store, device and data on a worker; return the checksum of the data."""
     _should_stop(flag_file)
     choose_device(device, spec)
-    return task_of(spec)(spec, torch.device("cpu")).data.checksum
+    return load_task_class(spec)(spec, torch.device("cpu")).data.checksum
 
 
 def _should_stop(flag_file: str) -> bool:

@@ -21,7 +21,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.step_timing import Calibration, cached_timing, measure
-from cpt_lab.training.device import DEVICES, device_name, usual_device
+from cpt_lab.training.device import DEVICES, device_name, resolve_device
 
 CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
 RUN_BYTES = 20_000
@@ -164,7 +164,7 @@ def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
 
 def _seconds(spec: RunSpec, rows: list[ResultRow], device: str) -> float | None:
     """Median time of the stored runs of a recipe on this kind of device."""
-    here = device_name(usual_device(device, spec))
+    here = device_name(resolve_device(device, spec))
     recipe = spec.to_dict()["recipe"]
     alike = (
         row

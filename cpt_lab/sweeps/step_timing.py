@@ -24,7 +24,12 @@ from cpt_extras.files import write_text
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir
 from cpt_lab.sweeps.options import SweepOptions
-from cpt_lab.training.device import device_name, host_memory, peak_memory, usual_device
+from cpt_lab.training.device import (
+    device_name,
+    host_memory,
+    peak_memory,
+    resolve_device,
+)
 
 if TYPE_CHECKING:
     from cpt_lab.sweeps.worker import Job, Outcome
@@ -121,7 +126,7 @@ def runs_per_gpu(
 
 def _key(spec: RunSpec, device: str) -> str:
     where = (
-        f"{device_name(usual_device(device, spec))} {cpu()} {SweepOptions().threads}"
+        f"{device_name(resolve_device(device, spec))} {cpu()} {SweepOptions().threads}"
     )
     recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
     return hashlib.sha256(
@@ -135,7 +140,7 @@ def _measure(
     from cpt_lab.sweeps.worker import Outcome
 
     try:
-        device = usual_device(job.options.device, job.spec)
+        device = resolve_device(job.options.device, job.spec)
         measurement = asdict(_steps(job.spec, device))
     except Exception as error:
         measurement = {"error": f"{type(error).__name__}: {error}"}
@@ -162,11 +167,11 @@ def _steps(spec: RunSpec, device: str) -> Calibration:
 def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
     from cpt_core.bitops.plan import count_bitops
     from cpt_core.quantization.scheduler import precision
-    from cpt_lab.tasks.base import task_of
+    from cpt_lab.tasks.base import load_task_class
     from cpt_lab.training.session import Session
 
     spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
-    session = Session(task_of(spec), spec, device, stand_in=True)
+    session = Session(load_task_class(spec), spec, device, stand_in=True)
     first, lr = next(session.task.batches(0)), session.lr_at(0, [])
 
     def step() -> float:

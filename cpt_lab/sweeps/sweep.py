@@ -39,10 +39,10 @@ from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_format import linked_file
 from cpt_lab.sweeps.step_timing import cached_timing, measure, runs_per_gpu
 from cpt_lab.sweeps.worker import Job, Outcome, run_all
-from cpt_lab.tasks.base import task_of
-from cpt_lab.training import processes
-from cpt_lab.training.batched_runs import batching_pays
-from cpt_lab.training.device import choose_device, lay_out
+from cpt_lab.tasks.base import load_task_class
+from cpt_lab.training import process_group
+from cpt_lab.training.batched_runs import batching_is_faster
+from cpt_lab.training.device import choose_device, set_memory_format
 
 # Runs that train in lockstep in one process: more gain little, and all start again if their process dies.
 MAX_BATCHED_RUNS = 11
@@ -91,9 +91,9 @@ def run_grid(
             raise TypeError(
                 f"specs must be a list of RunSpec, as the designs return it; got {spec!r} in it"
             )
-        if processes.count() > 1:
+        if process_group.size() > 1:
             _check_shared(spec, options)
-        task_of(spec)
+        load_task_class(spec)
     # Runs are other processes, maybe with another working directory: they need the absolute path.
     store = linked_file(Path(store).absolute())
     stores.check_writable(store)
@@ -146,8 +146,11 @@ def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
     Raises:
         ValueError: names the reason.
     """
-    recipe, process_count = spec.recipe, processes.count()
-    if not hasattr(task_of(spec), "shared_batches") or recipe.batch % process_count:
+    recipe, process_count = spec.recipe, process_group.size()
+    if (
+        not hasattr(load_task_class(spec), "shared_batches")
+        or recipe.batch % process_count
+    ):
         raise ValueError(
             f"{process_count} processes cannot share batches of {recipe.batch} of {recipe.dataset} ({recipe.task}): "
             "images and sentence pairs alone, and a number that divides the batch"
@@ -166,7 +169,7 @@ def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
         slots = _slots(specs, options) if options.scheduler is None else []
         return partial(dask_outcomes, slots=slots)
 
-    if options.workers == 0 or processes.count() > 1:
+    if options.workers == 0 or process_group.size() > 1:
         return _in_this_process
     return partial(_in_processes, slots=_slots(specs, options))
 
@@ -193,7 +196,7 @@ def _check_data(
         elif not is_own(spec.recipe.dataset):
             continue
         try:
-            task = task_of(spec)(spec, torch.device("cpu"))
+            task = load_task_class(spec)(spec, torch.device("cpu"))
         except FileNotFoundError:
             if spec.recipe in local_recipes:
                 raise
@@ -202,7 +205,7 @@ def _check_data(
             if spec.recipe in local_recipes:
                 _print_data_report(spec, task.data.report)
             if spec.recipe.channels_last:
-                lay_out(task.model(), spec.recipe)
+                set_memory_format(task.model(), spec.recipe)
 
 
 _printed: set[tuple[str, str]] = (
@@ -287,14 +290,14 @@ def _runs_per_job(spec: RunSpec, count: int, options: SweepOptions) -> int:
                 f"together={options.together} is for the CPU; a GPU replays the steps of every run"
             )
         return options.together
-    is_distributed = options.executor != "local" or processes.count() > 1
+    is_distributed = options.executor != "local" or process_group.size() > 1
     if (
         on_gpu
         or is_distributed
         or options.workers == 0
         or options.timeout
         or spec.scale == "paper"
-        or not batching_pays(spec)
+        or not batching_is_faster(spec)
     ):
         return 1
     workers = options.workers or max(1, usable_cores() // options.threads)

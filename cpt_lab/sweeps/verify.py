@@ -37,7 +37,7 @@ from cpt_lab.sweeps.process import unless_set
 from cpt_lab.sweeps.result_row import EXACT_FIELDS, ResultRow
 from cpt_lab.sweeps.row_format import load_rows
 from cpt_lab.sweeps.sweep import run_grid
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 
 # Relative difference of the first loss: twice the largest that was measured between machines. The standard deviation
 # between seeds is allowed where it is larger.
@@ -139,7 +139,7 @@ def _reason_not_runnable(row: ResultRow) -> str:
     spec = _spec(row)
     try:
         check_data(spec.recipe)
-        task_of(spec)
+        load_task_class(spec)
     except (DataNotFoundError, ImportError) as error:
         return str(error)
     if row["device"] != "cpu" and not torch.cuda.is_available():

@@ -27,17 +27,17 @@ from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.result_row import MetricValue, ResultRow, Status
 from cpt_lab.sweeps.stores import StoreError
-from cpt_lab.tasks.base import task_of
-from cpt_lab.training import processes
-from cpt_lab.training.batched_runs import Steps, alone, together
+from cpt_lab.tasks.base import load_task_class
+from cpt_lab.training import process_group
+from cpt_lab.training.batched_runs import RunSteps, run_alone, run_batched
 from cpt_lab.training.device import (
     choose_device,
     cuda_provenance,
     device_name,
-    fix_order_of_sums,
+    enforce_determinism,
     peak_memory,
 )
-from cpt_lab.training.train import Run, Stopped, steps_of
+from cpt_lab.training.train import Run, Stopped, training_steps
 
 # How long a worker waits for a run that another sweep has claimed, before it goes on with its other runs.
 WAIT_SECONDS = 60.0
@@ -113,12 +113,12 @@ def run_all(
         StoreError: when the store cannot be written; checkpoints remain on disk.
     """
     runs = [_claimed_run(single, should_stop, on_start) for single in job.each()]
-    return together(runs) if job.beside else [alone(runs[0])]
+    return run_batched(runs) if job.beside else [run_alone(runs[0])]
 
 
 def _claimed_run(
     job: Job, should_stop: Callable[[], bool], on_start: Callable[[str], None]
-) -> Steps[Outcome]:
+) -> RunSteps[Outcome]:
     """Claim one run, train it step by step and append its row."""
     key, store = job.spec.key, job.store
     seconds = WAIT_SECONDS if job.wait else 0.0
@@ -150,18 +150,18 @@ def _claimed_run(
         ) from error
 
 
-def _trained_row(job: Job, should_stop: Callable[[], bool]) -> Steps[ResultRow]:
+def _trained_row(job: Job, should_stop: Callable[[], bool]) -> RunSteps[ResultRow]:
     """Train one run and assemble its result row, with status "failed" if the run raises."""
     spec = job.spec
     row = stores.describe(spec)
     device = job.options.device
-    fix_order_of_sums()
+    enforce_determinism()
     try:
         device = choose_device(device, spec)
         _add_execution(row["provenance"], job, device)
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
-        if processes.count() > 1:
-            processes.tell((job, device))
+        if process_group.size() > 1:
+            process_group.broadcast((job, device))
         run = yield from _train(job, device, should_stop)
         row["provenance"]["versions"] = versions()
         stores.write_curve(job.store, spec.key, run.history)
@@ -195,11 +195,11 @@ def _add_execution(provenance: dict[str, Any], job: Job, device: str) -> None:
 
     if job.beside:
         provenance["beside"] = len(job.beside)
-    if processes.count() > 1:
-        provenance["processes"] = processes.count()
+    if process_group.size() > 1:
+        provenance["processes"] = process_group.size()
 
 
-def _train(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Run]:
+def _train(job: Job, device: str, should_stop: Callable[[], bool]) -> RunSteps[Run]:
     """Train one run on a device, in agreement with the other processes of torchrun."""
     spec, options = job.spec, job.options
 
@@ -207,10 +207,10 @@ def _train(job: Job, device: str, should_stop: Callable[[], bool]) -> Steps[Run]
         assert options.on_step is not None
         options.on_step(spec, step, loss)
 
-    with processes.agreed():
+    with process_group.global_ranges():
         return (
-            yield from steps_of(
-                task_of(spec),
+            yield from training_steps(
+                load_task_class(spec),
                 spec,
                 device=device,
                 checkpoint=stores.place(job.store, "checkpoints", spec.key),
@@ -227,12 +227,12 @@ def follow() -> int:
     Returns:
         0, the exit status: the first process counts the failures.
     """
-    fix_order_of_sums()
-    while (message := processes.tell(None)) is not None:
+    enforce_determinism()
+    while (message := process_group.broadcast(None)) is not None:
         job, device = message
         torch.set_num_threads(job.options.threads)
         try:
-            alone(_train(job, device, never_stop))
+            run_alone(_train(job, device, never_stop))
         except Exception:  # the first process has the same one, and reports it
             log.info("ended", exc_info=True)
     return 0
@@ -257,7 +257,7 @@ def _result_fields(run: Run, device: str) -> ResultRow:
     fields["device"] = device_name(device)
     fields["peak_memory"] = peak_memory(device)
     if device == "cuda":
-        fields["captured"] = {"steps": run.captured, "why_not": run.why_not_captured}
+        fields["captured"] = {"steps": run.captured, "why_not": run.uncaptured_reason}
 
     fields["data_checksum"] = run.checksum
     fields["data_report"] = run.report.digest

@@ -1,1 +1,1 @@
-"""The tasks: what is trained, on what. ``cpt_lab.tasks.base.task_of`` imports the one that is asked for."""
+"""The tasks: what is trained, on what. ``cpt_lab.tasks.base.load_task_class`` imports the one that is asked for."""

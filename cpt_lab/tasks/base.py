@@ -20,7 +20,7 @@ LearningRate = Callable[
 ]  # of the optimizer step and of the evaluations so far
 
 
-def optimizer_of(
+def make_optimizer(
     kind: Any, parameters: Iterable[nn.Parameter], recipe: Recipe, **more: Any
 ) -> torch.optim.Optimizer:
     """Return a recipe's optimizer; fused on a GPU, on the CPU the plain one, which results were made with."""
@@ -31,7 +31,7 @@ def optimizer_of(
     )
 
 
-def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
+def sum_batches(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
     """Sum what every batch of a split yields (0-d each), in order and in float64, on the device: one read at the end.
 
     >>> sums((torch.tensor(count), torch.tensor(0.5)) for count in (3, 4))
@@ -46,7 +46,7 @@ def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
 @torch.no_grad()
 def accuracy_and_loss(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Metrics:
     """Return accuracy (0..1) and mean cross entropy of ``count`` answers: logits (B, classes) and labels (B,)."""
-    right, loss = sums(
+    right, loss = sum_batches(
         (
             (logits.argmax(1) == labels).sum(),
             nn.functional.cross_entropy(logits, labels, reduction="sum"),
@@ -101,7 +101,7 @@ class Task(Protocol):
         """
 
 
-def task_of(spec: RunSpec) -> type[Task]:
+def load_task_class(spec: RunSpec) -> type[Task]:
     """Import the task class of a spec; ImportError names the extra that it needs."""
     experiment = EXPERIMENTS[spec.recipe.task]
     return import_optional(experiment.task, experiment.extra)
@@ -110,16 +110,16 @@ def task_of(spec: RunSpec) -> type[Task]:
 def load_data(recipe: Recipe) -> Any:
     """Return the data of a recipe as its task loads them; their ``report`` says what was left out and changed."""
     spec = run_spec(recipe, "static 8", q_max=8, seed=0)
-    return task_of(spec)(spec, torch.device("cpu")).data
+    return load_task_class(spec)(spec, torch.device("cpu")).data
 
 
-def read_whole(recipe: Recipe) -> float | None:
+def read_all_data(recipe: Recipe) -> float | None:
     """Read all data of a recipe, so that what is wrong in a file is said now; what was read last stays in memory.
 
     Returns:
         The share of the test data that are of the commonest class, of tasks that have one answer of several.
     """
-    answers = getattr(load_data(recipe), "answers", None)
+    answers = getattr(load_data(recipe), "test_labels", None)
     return None if answers is None else float(answers.bincount().max() / len(answers))
 
 

@@ -10,23 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.detection import (
-    Annotated,
+    AnnotatedImage,
     backbone_weights,
     load_detection,
     random_detection,
 )
 from cpt_lab.data.detection_batches import (
     Batch,
+    batch_bytes,
     batches,
-    bytes_read,
     evaluation_batches,
 )
+from cpt_lab.data.loading import load_once, reader_count
 from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks import detection_boxes
-from cpt_lab.tasks.base import LearningRate, Metrics, constant, optimizer_of, sums
+from cpt_lab.tasks.base import (
+    LearningRate,
+    Metrics,
+    constant,
+    make_optimizer,
+    sum_batches,
+)
 from cpt_lab.tasks.detection_boxes import Target
 from cpt_lab.tasks.retinanet import Outputs, RetinaNet, retinanet
 
@@ -65,8 +71,8 @@ class DetectionTask:
         self.weights = (
             backbone_weights() if self.recipe.pretrained and not stand_in else None
         )
-        in_memory = isinstance(self.data.train[0].picture, Tensor)
-        self.workers = 0 if in_memory else readers(bytes_read(self.recipe))
+        in_memory = isinstance(self.data.train[0].image, Tensor)
+        self.workers = 0 if in_memory else reader_count(batch_bytes(self.recipe))
         start = (
             "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
         )
@@ -115,8 +121,8 @@ class DetectionTask:
 
     @torch.no_grad()
     def detect(
-        self, model: nn.Module, pictures: Sequence[Annotated]
-    ) -> tuple[list[tuple[Target, Annotated]], float]:
+        self, model: nn.Module, pictures: Sequence[AnnotatedImage]
+    ) -> tuple[list[tuple[Target, AnnotatedImage]], float]:
         """Return what a model in evaluation mode finds on every picture, in that picture's pixels, and the mean loss.
 
         Pictures come back in groups of like shape, each with its detections: boxes, scores, labels.
@@ -143,17 +149,17 @@ class DetectionTask:
                         ({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original)
                     )
 
-        (loss,) = sums(measured())
+        (loss,) = sum_batches(measured())
         return pairs, loss / len(pictures)
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and its fixed learning rate."""
-        return optimizer_of(
+        return make_optimizer(
             torch.optim.Adam, model.parameters(), self.recipe
         ), constant(self.recipe.lr)
 
 
-def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics:
+def mean_average_precision(pairs: Sequence[tuple[Target, AnnotatedImage]]) -> Metrics:
     """Return the mean over classes of the average precision, by ``torchmetrics``, with COCO's matching of boxes.
 
     "map50" is VOC's metric since 2010: boxes match from an overlap (IoU) of 0.5 on, and the area under the whole curve
@@ -182,9 +188,9 @@ def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics
     steps = {n: (np.arange(n) + 0.5) / n for n in set(counts.values())}
     eleven = np.arange(11) / 10
     recalls = np.unique(np.concatenate([eleven, *steps.values()]))
-    voc, classes = _precision(pairs, [VOC_IOU], recalls)
+    voc, classes = _precision_table(pairs, [VOC_IOU], recalls)
     hundred = np.linspace(0, 1, 101)
-    coco, _ = _precision(pairs, list(COCO_IOUS), hundred)
+    coco, _ = _precision_table(pairs, list(COCO_IOUS), hundred)
 
     def at(points: np.ndarray, label: int) -> float:
         return float(
@@ -200,8 +206,10 @@ def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics
     }
 
 
-def _precision(
-    pairs: Sequence[tuple[Target, Annotated]], ious: list[float], recalls: np.ndarray
+def _precision_table(
+    pairs: Sequence[tuple[Target, AnnotatedImage]],
+    ious: list[float],
+    recalls: np.ndarray,
 ) -> tuple[np.ndarray, list[int]]:
     """Return precision (overlap, recall, class) and the classes in its order."""
     logging.getLogger("faster_coco_eval").setLevel(

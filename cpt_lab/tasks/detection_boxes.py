@@ -31,7 +31,7 @@ def load_backbone(model: RetinaNet, path: Path) -> None:
     body.load_state_dict({name: stored[name] for name in wanted}, strict=False)
 
 
-def anchors_of(model: RetinaNet, images: Tensor, outputs: Outputs) -> list[Tensor]:
+def image_anchors(model: RetinaNet, images: Tensor, outputs: Outputs) -> list[Tensor]:
     """Return the anchors (A, 4) of every image."""
     sizes = [tuple(images.shape[-2:])] * len(images)
     return model.anchor_generator(ImageList(images, sizes), outputs.features)
@@ -46,7 +46,7 @@ def detection_losses(
 
     Differs: the focal loss is computed from logits, where the authors clamp probabilities to [1e-4, 1 - 1e-4].
     """
-    anchors = anchors_of(model, images, outputs)
+    anchors = image_anchors(model, images, outputs)
     matched = [
         _matched_boxes(model, target["boxes"], a)
         for target, a in zip(targets, anchors, strict=True)
@@ -97,5 +97,5 @@ def detections(
         "cls_logits": list(outputs.logits.split(levels, 1)),
         "bbox_regression": list(outputs.offsets.split(levels, 1)),
     }
-    anchors = [list(a.split(levels)) for a in anchors_of(model, images, outputs)]
+    anchors = [list(a.split(levels)) for a in image_anchors(model, images, outputs)]
     return model.postprocess_detections(named, anchors, list(sizes))

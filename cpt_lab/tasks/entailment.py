@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.common import batch_keys, generator_of, load_once, send
-from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, load_entailment
+from cpt_lab.data.entailment import (
+    CHECKPOINTS,
+    PAIR_LABELS,
+    EntailmentData,
+    load_entailment,
+)
 from cpt_lab.data.files import DataNotFoundError, own_path
-from cpt_lab.data.report import DataReport, count_of, empty_report
+from cpt_lab.data.loading import load_once, to_device
+from cpt_lab.data.random_streams import batch_keys, seeded_generator
+from cpt_lab.data.report import DataReport, empty_report, pluralize
 from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
@@ -24,20 +30,20 @@ from cpt_lab.tasks.base import (
     Metrics,
     accuracy_and_loss,
     linear,
-    optimizer_of,
+    make_optimizer,
 )
 
 log = logging.getLogger(__name__)
-EVALUATION_BATCH = 250
-ENCODED_AT_ONCE = 10_000  # pairs; the tokenizer's own objects take far more memory than the numbers kept of them
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+EVALUATION_PAIRS = 250
+ENCODING_BATCH = 10_000  # pairs; the tokenizer's own objects take far more memory than the numbers kept of them
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 
 # word pieces (B, L) int64, what is added to attention scores (B, 1, 1, L), which sentence (B, L) int64, labels (B,)
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Data:
+class _EncodedData:
     """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer.
 
     Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) int64 lengths and labels.
@@ -83,7 +89,7 @@ class EntailmentTask:
             *limits,
         )
         self.data = (
-            _random(self.recipe)
+            _random_data(self.recipe)
             if stand_in
             else load_once(load_encoded, self.recipe, *made_from)
         )
@@ -102,11 +108,11 @@ class EntailmentTask:
         r, transformers = self.recipe, import_optional("transformers", "text")
         build = transformers.BertForSequenceClassification
         given: dict[str, Any] = {
-            "num_labels": len(LABELS),
+            "num_labels": len(PAIR_LABELS),
             "attn_implementation": "eager",
         }
         if self.pretrained:
-            with _quiet():  # it would list the classifier as new
+            with _QuietTransformers():  # it would list the classifier as new
                 given |= dict(ignore_mismatched_sizes=True, local_files_only=True)
                 return build.from_pretrained(
                     checkpoint_folder(r.checkpoint), **given
@@ -156,7 +162,7 @@ class EntailmentTask:
             hidden[:, None, None], torch.finfo(torch.float32).min
         )
         parts = pieces[:, :width].long(), mask, sentence[:, :width].long(), labels
-        return cast(Batch, tuple(send(t, self.device) for t in parts))
+        return cast(Batch, tuple(to_device(t, self.device) for t in parts))
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the model is called with: word pieces, mask, which sentence each belongs to."""
@@ -186,7 +192,7 @@ class EntailmentTask:
     def _measure(self, model: nn.Module, part: TensorDataset) -> Metrics:
         batches = (
             self._batch(part, rows)
-            for rows in torch.arange(len(part)).split(EVALUATION_BATCH)
+            for rows in torch.arange(len(part)).split(EVALUATION_PAIRS)
         )
         answers = ((model(*self.inputs(batch)).logits, batch[-1]) for batch in batches)
         return accuracy_and_loss(answers, len(part))
@@ -194,7 +200,7 @@ class EntailmentTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return AdamW and the learning rate: a line from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
-        return optimizer_of(torch.optim.AdamW, model.parameters(), r), linear(
+        return make_optimizer(torch.optim.AdamW, model.parameters(), r), linear(
             r.lr, r.final_lr, r.steps
         )
 
@@ -226,7 +232,7 @@ def checkpoint_folder(name: str) -> Path:
     return folder
 
 
-class _quiet:
+class _QuietTransformers:
     """No reports and progress bars of ``transformers`` inside this context."""
 
     def __enter__(self) -> None:
@@ -262,7 +268,7 @@ def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
             tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]")
         )
         made.normalizer, made.pre_tokenizer = normalizer, words
-        made.add_special_tokens(list(SPECIAL))
+        made.add_special_tokens(list(SPECIAL_TOKENS))
         return made
 
     # The trainer numbers the letters inside words in the order of a table that every process orders anew, and breaks
@@ -274,7 +280,7 @@ def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
     inside = sorted({letter for found in starts for letter in found[0][0][1:]})
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=recipe.vocabulary,
-        special_tokens=[*SPECIAL, *(f"##{x}" for x in inside)],
+        special_tokens=[*SPECIAL_TOKENS, *(f"##{x}" for x in inside)],
         show_progress=False,
     )
     learning = tokenizer({})
@@ -301,8 +307,8 @@ def _encode(
         torch.empty(len(both), dtype=torch.int64),
     )
     cut = 0
-    for start in range(0, len(both), ENCODED_AT_ONCE):
-        here = slice(start, start + ENCODED_AT_ONCE)
+    for start in range(0, len(both), ENCODING_BATCH):
+        here = slice(start, start + ENCODING_BATCH)
         found = tokenizer.encode_batch(both[here])
         pieces[here] = torch.tensor([e.ids for e in found])
         sentence[here] = torch.tensor([e.type_ids for e in found])
@@ -323,14 +329,14 @@ def _encode(
     if unknown := int((pieces == tokenizer.token_to_id("[UNK]")).sum()):
         report.add(
             "changed",
-            f"{name}: {count_of(unknown, 'word')} without word pieces became [UNK]",
+            f"{name}: {pluralize(unknown, 'word')} without word pieces became [UNK]",
         )
     return TensorDataset(
         pieces, sentence, lengths, torch.tensor(pairs["label"].tolist())
     )
 
 
-def load_encoded(recipe: EntailmentRecipe) -> _Data:
+def load_encoded(recipe: EntailmentRecipe) -> _EncodedData:
     """Load the data of a recipe and encode it."""
     data = load_entailment(recipe)
     tokenizer = _tokenizer(recipe, data)
@@ -344,7 +350,7 @@ def load_encoded(recipe: EntailmentRecipe) -> _Data:
         for name, pairs in parts.items()
     )
     tests = dict(zip(data.test, test, strict=True))
-    return _Data(
+    return _EncodedData(
         train,
         valid,
         tests,
@@ -355,14 +361,14 @@ def load_encoded(recipe: EntailmentRecipe) -> _Data:
     )
 
 
-def _random(recipe: EntailmentRecipe) -> _Data:
+def _random_data(recipe: EntailmentRecipe) -> _EncodedData:
     """Return random word pieces in the shapes of a recipe, to measure times and count operations without data."""
     vocabulary = (
         119_547 if recipe.checkpoint else recipe.vocabulary
     )  # that of multilingual BERT
-    n, random = 2 * recipe.batch, generator_of(0)
+    n, random = 2 * recipe.batch, seeded_generator(0)
     pieces = torch.randint(
-        len(SPECIAL), vocabulary, (n, recipe.length), generator=random
+        len(SPECIAL_TOKENS), vocabulary, (n, recipe.length), generator=random
     ).int()
     sentence = (
         (torch.arange(recipe.length) >= recipe.length // 2)
@@ -372,9 +378,9 @@ def _random(recipe: EntailmentRecipe) -> _Data:
     lengths = torch.randint(
         recipe.length // 2, recipe.length + 1, (n,), generator=random
     )
-    labels = torch.randint(0, len(LABELS), (n,), generator=random)
+    labels = torch.randint(0, len(PAIR_LABELS), (n,), generator=random)
     part = TensorDataset(pieces, sentence, lengths, labels)
     test = dict.fromkeys(recipe.test_languages, part)
-    return _Data(
+    return _EncodedData(
         part, part, test, vocabulary, f"random word pieces for {recipe.dataset}", ""
     )

@@ -14,17 +14,11 @@ from torch.utils.data import Dataset
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.models.gnn import GraphNet
-from cpt_lab.data.common import (
-    Stream,
-    batch_keys,
-    generator_of,
-    load_once,
-    loader,
-    send,
-)
 from cpt_lab.data.graph_batches import sample_blocks
-from cpt_lab.data.graph_readers import evaluator
+from cpt_lab.data.graph_readers import ogb_evaluator
 from cpt_lab.data.graphs import load_graph, random_graph
+from cpt_lab.data.loading import load_once, make_loader, to_device
+from cpt_lab.data.random_streams import Stream, batch_keys, seeded_generator
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.resources import usable_cores
@@ -33,15 +27,15 @@ from cpt_lab.tasks.base import (
     Metrics,
     constant,
     cosine,
+    make_optimizer,
     milestones,
-    optimizer_of,
-    sums,
+    sum_batches,
 )
 
-WORKERS = 2  # processes at most that sample from a large graph on the CPU
-LARGE = 2_000_000  # edges from which sampling is worth them
-EVALUATION_BATCH = 4096
-EXACT_CHUNK = 1 << 18  # nodes
+MAX_SAMPLERS = 2  # processes at most that sample from a large graph on the CPU
+MIN_EDGES_FOR_SAMPLERS = 2_000_000  # edges from which sampling is worth them
+EVALUATION_NODES = 4096
+EXACT_CHUNK_NODES = 1 << 18  # nodes
 
 # graphs of the layers, input features (sources, F), labels of the rows that count, those rows (None: all)
 Batch = tuple[Graph | list[Graph], Tensor, Tensor, Tensor | None]
@@ -107,13 +101,13 @@ class GraphTask:
             yield from itertools.repeat(
                 (self.graph, self.features, self.labels[train], train)
             )
-        samples = _Samples(self.graph, train, self.fanouts, self.seed)
+        samples = _SampledBatches(self.graph, train, self.fanouts, self.seed)
         keys = enumerate(
             batch_keys(len(train), self.recipe.batch, self.seed, start), start
         )
-        if self.device.type == "cpu" and self.graph.num_edges > LARGE:
-            workers = min(WORKERS, usable_cores())
-            parts: Any = loader(
+        if self.device.type == "cpu" and self.graph.num_edges > MIN_EDGES_FOR_SAMPLERS:
+            workers = min(MAX_SAMPLERS, usable_cores())
+            parts: Any = make_loader(
                 samples, self.device, workers, sampler=keys, batch_size=None
             )
         else:
@@ -158,7 +152,7 @@ class GraphTask:
     def _measure(self, logits: Tensor, nodes: Tensor) -> Metrics:
         labels = self.labels[nodes]
         predicted = logits.argmax(1)
-        right, loss = sums(
+        right, loss = sum_batches(
             [((predicted == labels).sum(), _loss(self.recipe.loss, logits, labels))]
         )
         accuracy = right / len(labels)
@@ -167,7 +161,7 @@ class GraphTask:
                 "y_true": labels.cpu().numpy()[:, None],
                 "y_pred": predicted.cpu().numpy()[:, None],
             }
-            accuracy = float(evaluator(self.data.ogb).eval(pair)["acc"])
+            accuracy = float(ogb_evaluator(self.data.ogb).eval(pair)["acc"])
         return {"accuracy": accuracy, "loss": loss} | self._by_degree(
             predicted == labels, nodes
         )
@@ -183,9 +177,9 @@ class GraphTask:
 
     def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
         """Logits from sampled neighbours, the same ones in every evaluation of a run, (n, classes)."""
-        random = generator_of(self.seed, Stream.EVALUATE, device=self.device)
+        random = seeded_generator(self.seed, Stream.EVALUATE, device=self.device)
         out = []
-        for seeds in nodes.split(EVALUATION_BATCH):
+        for seeds in nodes.split(EVALUATION_NODES):
             sources, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
             out.append(model(blocks, self.features[sources]))
         return torch.cat(out)
@@ -212,9 +206,9 @@ class GraphTask:
 
     def _in_chunks(self, model: GraphNet, i: int, h: Tensor, width: int) -> Tensor:
         """Layer i for all nodes, a chunk of them at a time, (N, width)."""
-        out, random = h.new_empty(self.graph.num_dst, width), generator_of(0)
+        out, random = h.new_empty(self.graph.num_dst, width), seeded_generator(0)
         for chunk in torch.arange(self.graph.num_dst, device=self.device).split(
-            EXACT_CHUNK
+            EXACT_CHUNK_NODES
         ):
             sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
             out[chunk] = model.layer(i, block, h[sources])
@@ -223,7 +217,7 @@ class GraphTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and the learning rate by the recipe's rule."""
         r = self.recipe
-        adam = optimizer_of(torch.optim.Adam, model.parameters(), r)
+        adam = make_optimizer(torch.optim.Adam, model.parameters(), r)
         if r.lr_rule == "step":
             return adam, milestones(r.lr, (0.5, 0.75), r.steps)
         return adam, cosine(
@@ -239,7 +233,7 @@ def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels)
 
 
-class _Samples(Dataset):
+class _SampledBatches(Dataset):
     """Sampled neighbourhoods of a step's nodes: a pure function of (seed, step), whoever computes it."""
 
     def __init__(
@@ -252,7 +246,9 @@ class _Samples(Dataset):
     ) -> tuple[Tensor, Tensor, list[Graph]]:
         step, numbers = key
         seeds = self.train[
-            send(torch.tensor([number for _, number in numbers]), self.train.device)
+            to_device(
+                torch.tensor([number for _, number in numbers]), self.train.device
+            )
         ]
-        random = generator_of(self.seed, step, Stream.SAMPLE, device=seeds.device)
+        random = seeded_generator(self.seed, step, Stream.SAMPLE, device=seeds.device)
         return seeds, *sample_blocks(self.graph, seeds, self.fanouts, random)

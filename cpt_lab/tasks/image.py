@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from cpt_core.models import MODELS
 from cpt_extras.optional_libraries import explain_missing_extra
-from cpt_lab.data.common import load_once, readers
 from cpt_lab.data.image_batches import (
     array_batches,
-    bytes_read,
+    batch_bytes,
     evaluation_batches,
     file_batches,
 )
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
+from cpt_lab.data.loading import load_once, reader_count
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import (
@@ -26,8 +26,8 @@ from cpt_lab.tasks.base import (
     accuracy_and_loss,
     constant,
     cosine,
+    make_optimizer,
     milestones,
-    optimizer_of,
 )
 
 
@@ -61,7 +61,7 @@ class ImageTask:
         self.workers = (
             0
             if isinstance(self.data.train, ArrayImages)
-            else readers(bytes_read(self.recipe))
+            else reader_count(batch_bytes(self.recipe))
         )
         self.title = f"{self.recipe.model} on {self.data.title}"
 
@@ -120,7 +120,9 @@ class ImageTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate by the recipe's rule: "milestones" is times 0.1 at every milestone."""
         r = self.recipe
-        sgd = optimizer_of(torch.optim.SGD, model.parameters(), r, momentum=r.momentum)
+        sgd = make_optimizer(
+            torch.optim.SGD, model.parameters(), r, momentum=r.momentum
+        )
         if r.lr_rule == "constant":
             return sgd, constant(r.lr)
         if r.lr_rule == "cosine":

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models.lstm_lm import LanguageModel, State
-from cpt_lab.data.common import load_once, send
-from cpt_lab.data.text import columns, load_text, questions, random_text
+from cpt_lab.data.loading import load_once, to_device
+from cpt_lab.data.text import batchify, evaluation_columns, load_text, random_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import (
@@ -17,10 +17,10 @@ from cpt_lab.tasks.base import (
     Metrics,
     constant,
     cosine,
+    make_optimizer,
     milestones,
-    optimizer_of,
     plateau,
-    sums,
+    sum_batches,
 )
 
 Batch = tuple[
@@ -62,7 +62,7 @@ class LanguageModelTask:
             if stand_in
             else load_once(load_text, self.recipe, *limits)
         )
-        self.columns = columns(self.data.train, self.recipe.batch).to(device)
+        self.columns = batchify(self.data.train, self.recipe.batch).to(device)
         self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
 
     def model(self) -> nn.Module:
@@ -109,8 +109,8 @@ class LanguageModelTask:
     def _measure(self, model: nn.Module, tokens: Tensor) -> Metrics:
         r = self.recipe
         words, targets = (
-            send(x, self.device)
-            for x in questions(tokens, self.data.start, r.evaluation_batch)
+            to_device(x, self.device)
+            for x in evaluation_columns(tokens, self.data.start, r.evaluation_batch)
         )
 
         def measured() -> Iterator[tuple[Tensor]]:
@@ -125,14 +125,14 @@ class LanguageModelTask:
                     ),
                 )
 
-        (total,) = sums(measured())
+        (total,) = sum_batches(measured())
         loss = total / len(tokens)
         return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate by the recipe's rule."""
         r = self.recipe
-        sgd = optimizer_of(
+        sgd = make_optimizer(
             torch.optim.SGD, (p for p in model.parameters() if p.requires_grad), r
         )
         if r.lr_rule == "constant":

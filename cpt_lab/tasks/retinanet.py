@@ -26,11 +26,11 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 from cpt_core.models.resnet import BasicBlock, initialize
 
-LEVELS = 5  # P3 to P7
+PYRAMID_LEVELS = 5  # P3 to P7
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
-SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
+ANCHOR_SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
 BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # box targets are divided by 0.1, 0.1, 0.2, 0.2
-PRIOR = 0.01  # what an untrained classifier says of every class
+PRIOR_PROBABILITY = 0.01  # what an untrained classifier says of every class
 
 
 class Outputs(NamedTuple):
@@ -90,11 +90,11 @@ def retinanet(
         extra_blocks=LastLevelP6P7(channels[-1], width),
     )
     sides = tuple(
-        tuple(round(anchor * stride * 2**level * scale) for scale in SCALES)
-        for level in range(LEVELS)
+        tuple(round(anchor * stride * 2**level * scale) for scale in ANCHOR_SCALES)
+        for level in range(PYRAMID_LEVELS)
     )
     generator = AnchorGenerator(sides, (ASPECT_RATIOS,) * len(sides))
-    count = len(ASPECT_RATIOS) * len(SCALES)
+    count = len(ASPECT_RATIOS) * len(ANCHOR_SCALES)
     head = RetinaNetHead(width, count, classes)
     head.regression_head = RetinaNetRegressionHead(
         width, count
@@ -115,12 +115,13 @@ def retinanet(
     for output in (head.classification_head.cls_logits, head.regression_head.bbox_reg):
         nn.init.zeros_(output.weight)
     nn.init.constant_(
-        head.classification_head.cls_logits.bias, -math.log((1 - PRIOR) / PRIOR)
+        head.classification_head.cls_logits.bias,
+        -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY),
     )
     return model
 
 
-def _small(norm: Callable[..., nn.Module]) -> nn.Module:
+def _small_backbone(norm: Callable[..., nn.Module]) -> nn.Module:
     """Return a backbone for small pictures: 16 to 128 channels, one block per stage."""
     stem = nn.Sequential(
         nn.Conv2d(3, 16, 3, 2, padding=1, bias=False), norm(16), nn.ReLU(inplace=True)
@@ -145,5 +146,5 @@ BACKBONES: dict[
         8,
         256,
     ),
-    "retinanet_small": (_small, (32, 64, 128), 4, 32),
+    "retinanet_small": (_small_backbone, (32, 64, 128), 4, 32),
 }

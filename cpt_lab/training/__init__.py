@@ -1,1 +1,1 @@
-"""One training run: set-up, loop, evaluation, checkpoint; and the precision range test.  Paper: section 4."""
+"""Training of one run: set-up, loop, evaluation, checkpoints, and the precision range test.  Paper: section 4."""

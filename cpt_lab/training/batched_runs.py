@@ -1,20 +1,21 @@
-"""Runs of one recipe and seed, side by side in one process: each ends as it would have ended alone, sooner.
+"""Training of several runs of one recipe and seed side by side in one process, with the results of training each alone.
 
-A run is a generator here: it says for which step it wants a loss, is sent it, and does all the rest by itself: learning
-rate, evaluation, checkpoints, curve. Runs that stand at the same step take it together:
+``run_batched`` drives runs, ``run_alone`` a single one. A run is a generator: it yields a ``StepRequest`` for the loss
+of a step, is sent that loss, and does the rest by itself (learning rate, evaluation, checkpoints, loss curve). Runs
+that request the same step execute it together, which saves time in three ways:
 
-- they share the batch, and all else that does not depend on their bits;
+- they share the batch and everything else that does not depend on their bits;
 - their forward and backward passes are replayed from one recording, see ``replay``;
-- as long as runs have had the same bits, one of them does the step for all.
+- as long as runs have had the same bits, one of them executes the step and the others copy its state.
 
 A run whose loss is not finite, or that raises, ends alone.
 
 >>> from cpt_lab.experiments.registry import recipe
 >>> from cpt_lab.experiments.spec import run_spec
 >>> from cpt_lab.tasks.image import ImageTask
->>> from cpt_lab.training.train import steps_of
+>>> from cpt_lab.training.train import training_steps
 >>> specs = [run_spec(recipe("smoke"), arm, q_max=8, seed=0, scale="smoke") for arm in ("CR", "static 8")]
->>> [run.status for run in together([steps_of(ImageTask, spec) for spec in specs])]
+>>> [run.status for run in run_batched([training_steps(ImageTask, spec) for spec in specs])]
 ['ok', 'ok']
 """
 
@@ -30,231 +31,271 @@ from torch.utils._pytree import tree_map_only, tree_structure
 
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.training.cuda_graphs import kind_of
-from cpt_lab.training.replay import Done, Replay, tensors_in, tensors_of
+from cpt_lab.training.cuda_graphs import structure_key
+from cpt_lab.training.replay import PassResult, Replay, session_tensors, tensors_in
 from cpt_lab.training.session import Session
 
-WARM_UP = (
-    2  # steps before one is recorded: what layers keep of constants is made in them
+REPLAY_WARM_UP_STEPS = (
+    2  # steps before one is recorded, in which layers fill their caches of constants
 )
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class RunRequest(NamedTuple):
-    """What a run waits for: the loss of a step of its session, at a learning rate."""
+class StepRequest(NamedTuple):
+    """Request of a run for the loss of a step of its session, at a learning rate."""
 
     session: Session
     step: int
     lr: float
 
 
-Answer = tuple[Tensor, float]  # the loss (0-d), and how many seconds the step took
-Steps = Generator[RunRequest, Answer, T]
+StepResult = tuple[Tensor, float]  # loss of the step (0-d), and its duration in seconds
+RunSteps = Generator[StepRequest, StepResult, T]
 
 
-def alone(run: Steps[T]) -> T:
-    """Do the steps of one run; return what it returns."""
+def run_alone(run: RunSteps[T]) -> T:
+    """Execute the steps that one run requests; return the run's result."""
     try:
         session, step, lr = next(run)
         batches = session.batches(step)
         while True:
-            started = time.monotonic()
+            start_time = time.monotonic()
             try:
                 loss = session.step(next(batches), lr)
             except Exception as error:
                 run.throw(error)
-            session, step, lr = run.send((loss, time.monotonic() - started))
+            session, step, lr = run.send((loss, time.monotonic() - start_time))
     except StopIteration as end:
         return end.value
 
 
-def together(runs: Sequence[Steps[T]]) -> list[T]:
-    """Do the steps of several runs of one recipe and seed; return what each returns."""
-    arms, side_by_side = [_Arm(run) for run in runs], _SideBySide()
-    while waiting := [arm for arm in arms if arm.asked is not None]:
-        first = min(
-            waiting, key=lambda arm: arm.asked.step
-        )  # who went on from a later checkpoint waits
+def run_batched(runs: Sequence[RunSteps[T]]) -> list[T]:
+    """Execute the steps that several runs of one recipe and seed request; return their results."""
+    batched_runs = [_BatchedRun(run) for run in runs]
+    stepper = _BatchedStepper()
+
+    while active_runs := [run for run in batched_runs if run.request is not None]:
+        # A run that was resumed from a later checkpoint waits until the others reach its step.
+        first = min(active_runs, key=lambda run: run.request.step)
         group = [
-            arm
-            for arm in waiting
-            if arm.asked.step == first.asked.step
-            and torch.equal(arm.random, first.random)
+            run
+            for run in active_runs
+            if run.request.step == first.request.step
+            and torch.equal(run.rng_state, first.rng_state)
         ]
         try:
-            answers = side_by_side.step(group)
+            step_results = stepper.step(group)
         except Exception as error:
-            answers = [error] * len(group)
-        for arm, answer in zip(group, answers, strict=True):
-            arm.send(answer)
-    return [arm.result for arm in arms]
+            step_results = [error] * len(group)
+        for run, step_result in zip(group, step_results, strict=True):
+            run.send(step_result)
+
+    return [run.result for run in batched_runs]
 
 
-def batching_pays(spec: RunSpec) -> bool:
-    """Whether runs of a recipe end sooner side by side, as ``python -m bench.batched_runs`` measured."""
+def batching_is_faster(spec: RunSpec) -> bool:
+    """Return whether runs of a recipe end sooner side by side, as ``python -m bench.batched_runs`` measured."""
     recipe = spec.recipe
     if isinstance(recipe, GraphRecipe):
         return not recipe.batch
     return recipe.task in ("image", "language_model")
 
 
-class _Arm:
-    """A run, with a state of its own of torch's random numbers: what one draws, no other misses."""
+class _BatchedRun:
+    """A run with its own state of torch's random numbers, so that its draws do not change those of other runs.
 
-    asked: Any  # the step that it waits for, None when it has ended
+    Attributes:
+        request: the step that the run waits for; None when it has ended.
+        result: the value that the run returned, once it has ended.
+        rng_state: state of torch's CPU random numbers when the run last stopped.
+        state: equal in runs whose tensors are equal.
+        versions: sum of the tensors' version counters at the last step: a write changes it.
+        tensors: everything that training changes, except the optimizer's state.
+    """
+
+    request: Any
     result: Any = None
 
-    def __init__(self, run: Steps[Any]) -> None:
-        self.run, self.random = run, torch.get_rng_state()
-        self.state, self.versions = (
-            object(),
-            -1,
-        )  # what is the same in arms that are alike; how often it was written to
-        self.tensors: list[
-            Tensor
-        ] = []  # all that training changes, but what optimizers keep
+    def __init__(self, run: RunSteps[Any]) -> None:
+        self.run, self.rng_state = run, torch.get_rng_state()
+        self.state: Hashable = object()
+        self.versions = -1
+        self.tensors: list[Tensor] = []
         self.send(None)
-        if self.asked is not None:
-            found = tensors_of(self.asked.session)
+        if self.request is not None:
+            tensors = session_tensors(self.request.session)
             self.tensors = [
-                value for name, value in found.items() if not name.endswith("num_steps")
+                value
+                for name, value in tensors.items()
+                if not name.endswith("num_steps")
             ]
-            self.changed(self._digest())
+            self.set_state(self._digest())
 
-    def send(self, answer: Answer | Exception | None) -> None:
-        """Let it go on until it asks again, or ends; an error is raised where it waits."""
-        torch.set_rng_state(self.random)
-        go_on: Callable[[Any], Any] = (
-            self.run.throw if isinstance(answer, Exception) else self.run.send
+    def send(self, step_result: StepResult | Exception | None) -> None:
+        """Let the run continue to its next request or its end; raise an error inside of it."""
+        torch.set_rng_state(self.rng_state)
+        resume: Callable[[Any], Any] = (
+            self.run.throw if isinstance(step_result, Exception) else self.run.send
         )
         try:
-            self.asked = go_on(answer)
+            self.request = resume(step_result)
         except StopIteration as end:
-            self.asked, self.result = None, end.value
-        now = torch.get_rng_state()
-        self.random = self.random if torch.equal(now, self.random) else now
+            self.request, self.result = None, end.value
+        new_state = torch.get_rng_state()
+        if not torch.equal(new_state, self.rng_state):
+            self.rng_state = new_state
 
     def _digest(self) -> str:
-        session = self.asked.session
-        kept = [
+        session = self.request.session
+        optimizer_values = [
             value
             for state in session.optimizer.state.values()
             for value in state.values()
         ]
-        tensors, digest = (
-            [*self.tensors, *tensors_in((kept, session.carry))],
-            hashlib.sha256(),
-        )
-        for value in tensors:
-            digest.update(
-                value.detach()
-                .reshape(-1)
-                .contiguous()
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
+        digest = hashlib.sha256()
+        for value in [*self.tensors, *tensors_in((optimizer_values, session.carry))]:
+            flat = value.detach().reshape(-1).contiguous()
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def changed(self, state: Hashable) -> None:
-        """Note that a step has led to this state."""
-        self.state, self.versions = state, sum(value._version for value in self.tensors)
+    def _count_versions(self) -> int:
+        return sum(value._version for value in self.tensors)
 
-    def stands(self) -> Hashable:
-        """Return what decides the next step; where it is the same, the step is."""
-        if self.versions != sum(
-            value._version for value in self.tensors
-        ):  # a probe may write to a model
-            self.changed(object())
-        session, _, lr = self.asked
-        session.kind()
+    def set_state(self, state: Hashable) -> None:
+        """Record the state that a step has led to."""
+        self.state, self.versions = state, self._count_versions()
+
+    def step_inputs(self) -> Hashable:
+        """Return all that determines the next step besides its batch: equal values mean equal steps."""
+        if self.versions != self._count_versions():  # a probe may write to a model
+            self.set_state(object())
+        session, _, lr = self.request
+        session.step_key()
         return self.state, tuple(session.active_levels), lr
 
-    def follow(self, leader: "_Arm") -> None:
-        """Be where another arm is, which has done the same step."""
-        own, other = self.asked.session, leader.asked.session
+    def copy_from(self, leader: "_BatchedRun") -> None:
+        """Copy weights, optimizer state and carried state of a run that has executed the step."""
+        session, leader_session = self.request.session, leader.request.session
         with torch.no_grad():
             torch._foreach_copy_(self.tensors, leader.tensors)
-            for mine, theirs in zip(own.trained, other.trained, strict=True):
-                kept = own.optimizer.state[mine]
-                for name, value in other.optimizer.state[theirs].items():
-                    if isinstance(value, Tensor) and name in kept:
-                        kept[name].copy_(value)
+            for parameter, leader_parameter in zip(
+                session.trained, leader_session.trained, strict=True
+            ):
+                optimizer_state = session.optimizer.state[parameter]
+                for name, value in leader_session.optimizer.state[
+                    leader_parameter
+                ].items():
+                    if isinstance(value, Tensor) and name in optimizer_state:
+                        optimizer_state[name].copy_(value)
                     else:
-                        kept[name] = (
+                        optimizer_state[name] = (
                             value.clone() if isinstance(value, Tensor) else value
                         )
-        own.carry, self.random = (
-            tree_map_only(Tensor, torch.clone, other.carry),
-            leader.random,
-        )
-        own.diverged.copy_(other.diverged)
+        session.carry = tree_map_only(Tensor, torch.clone, leader_session.carry)
+        self.rng_state = leader.rng_state
+        session.diverged.copy_(leader_session.diverged)
 
 
-class _SideBySide:
-    """The steps of arms: the batches that all of them see, and what was recorded."""
+class _BatchedStepper:
+    """Executes steps of several runs: reads the batches that they share, and keeps the recordings of steps.
+
+    Attributes:
+        batches: batches from the step ``next_step`` on.
+        next_step: the step after the last one; -1 before the first.
+        num_steps: steps that were executed.
+        replays: recordings by the kind of a step; None where it cannot be recorded.
+        passes: passes of runs, by the ids of recording and session.
+        merged_sessions: sessions whose optimizers ``merged_optimizer`` stands for.
+        merged_optimizer: one optimizer for all sessions, None where they cannot be merged.
+    """
 
     def __init__(self) -> None:
         self.batches: Iterator[Any] = iter(())
-        self.next_step, self.steps = -1, 0
+        self.next_step, self.num_steps = -1, 0
         self.replays: dict[Hashable, Replay | None] = {}
-        self.passes: dict[tuple[int, int], Callable[..., Done]] = {}
-        self.merged: tuple[list[Session], torch.optim.Optimizer | None] = [], None
+        self.passes: dict[tuple[int, int], Callable[..., PassResult]] = {}
+        self.merged_sessions: list[Session] = []
+        self.merged_optimizer: torch.optim.Optimizer | None = None
 
-    def step(self, arms: list[_Arm]) -> list[Answer | Exception]:
-        """Do one step of every arm."""
-        started = time.monotonic()
-        torch.set_rng_state(arms[0].random)
-        session, step, _ = arms[0].asked
+    def step(self, runs: list[_BatchedRun]) -> list[StepResult | Exception]:
+        """Execute one step of every run; return losses and durations, or errors."""
+        start_time = time.monotonic()
+        batch = self._next_batch(runs[0])
+        rng_state = torch.get_rng_state()
+
+        # Runs with equal inputs of the step: the first of them executes it for all.
+        equal_runs: dict[Hashable, list[_BatchedRun]] = {}
+        for run in runs:
+            equal_runs.setdefault(run.step_inputs(), []).append(run)
+        losses = self._execute(
+            [leader for leader, *_ in equal_runs.values()], batch, rng_state
+        )
+
+        for leader, *followers in equal_runs.values():
+            state = object()
+            for run in followers:
+                run.copy_from(leader)
+                losses[id(run)] = losses[id(leader)]
+            for run in (leader, *followers):
+                run.set_state(state)
+
+        seconds = (time.monotonic() - start_time) / len(runs)
+        step_results: list[StepResult | Exception] = []
+        for run in runs:
+            loss = losses[id(run)]
+            step_results.append(
+                loss if isinstance(loss, Exception) else (loss, seconds)
+            )
+        return step_results
+
+    def _next_batch(self, run: _BatchedRun) -> Any:
+        """Return the batch of the step that a run requests, drawn with its random numbers."""
+        torch.set_rng_state(run.rng_state)
+        session, step, _ = run.request
         if step != self.next_step:
             self.batches = session.batches(step)
-        batch, self.next_step, self.steps = next(self.batches), step + 1, self.steps + 1
-        drawn = torch.get_rng_state()
-        alike: dict[
-            Hashable, list[_Arm]
-        ] = {}  # arms at the same bits from the start: one does the step for all
-        for arm in arms:
-            alike.setdefault(arm.stands(), []).append(arm)
-        kind, parts = kind_of(batch), dict[Hashable, list[_Arm]]()
-        for leader, *_ in alike.values():
-            of = leader.asked.session
-            parts.setdefault((kind, of.kind(), tree_structure(of.carry)), []).append(
-                leader
-            )
-        losses: dict[int, Tensor | Exception] = {}
-        for kind, part in parts.items():
-            for arm in part:
-                arm.random = drawn
-            replay = self._replay(kind, part[0], batch)
-            losses |= (
-                self._one_by_one(part, batch)
-                if replay is None
-                else self._replayed(replay, part, batch)
-            )
-        for leader, *others in alike.values():
-            state = object()
-            for arm in others:
-                arm.follow(leader)
-                losses[id(arm)] = losses[id(leader)]
-            for arm in (leader, *others):
-                arm.changed(state)
-        share = (time.monotonic() - started) / len(arms)
-        found = [losses[id(arm)] for arm in arms]
-        return [
-            loss if isinstance(loss, Exception) else (loss, share) for loss in found
-        ]
+        batch = next(self.batches)
+        self.next_step = step + 1
+        self.num_steps += 1
+        return batch
 
-    def _replay(self, kind: Hashable, arm: _Arm, batch: Any) -> Replay | None:
-        """Return what was recorded of such a step; None where nothing is, and a run does it as it would alone."""
-        if kind not in self.replays and self.steps > WARM_UP:
-            torch.set_rng_state(arm.random)
-            arm.asked.session.model.train()
+    def _execute(
+        self, runs: list[_BatchedRun], batch: Any, rng_state: Tensor
+    ) -> dict[int, Tensor | Exception]:
+        """Execute a step of runs whose inputs differ; return losses or errors by the id of the run."""
+        batch_key = structure_key(batch)
+        runs_by_kind: dict[Hashable, list[_BatchedRun]] = {}
+        for run in runs:
+            session = run.request.session
+            kind: Hashable = (
+                batch_key,
+                session.step_key(),
+                tree_structure(session.carry),
+            )
+            runs_by_kind.setdefault(kind, []).append(run)
+
+        losses: dict[int, Tensor | Exception] = {}
+        for kind, runs_of_kind in runs_by_kind.items():
+            for run in runs_of_kind:
+                run.rng_state = rng_state
+            replay = self._replay(kind, runs_of_kind[0], batch)
+            if replay is None:
+                losses |= self._run_one_by_one(runs_of_kind, batch)
+            else:
+                losses |= self._run_replayed(replay, runs_of_kind, batch)
+        return losses
+
+    def _replay(self, kind: Hashable, run: _BatchedRun, batch: Any) -> Replay | None:
+        """Return the recording of such a step; None if there is none, and runs execute the step one by one."""
+        if kind not in self.replays and self.num_steps > REPLAY_WARM_UP_STEPS:
+            torch.set_rng_state(run.rng_state)
+            run.request.session.model.train()
             try:
-                self.replays[kind] = Replay(arm.asked.session, batch)
+                self.replays[kind] = Replay(run.request.session, batch)
             except (
                 Exception
-            ) as error:  # whatever an operation that cannot be recorded raises
+            ) as error:  # operations that cannot be recorded raise anything
                 log.info(
                     "steps are not replayed: %s: %s",
                     type(error).__name__,
@@ -263,84 +304,106 @@ class _SideBySide:
                 self.replays[kind] = None
         return self.replays.get(kind)
 
-    def _one_by_one(
-        self, arms: list[_Arm], batch: Any
+    def _run_one_by_one(
+        self, runs: list[_BatchedRun], batch: Any
     ) -> dict[int, Tensor | Exception]:
         losses: dict[int, Tensor | Exception] = {}
-        for arm in arms:
-            torch.set_rng_state(arm.random)
+        for run in runs:
+            torch.set_rng_state(run.rng_state)
             try:
-                losses[id(arm)] = arm.asked.session.step(batch, arm.asked.lr)
+                losses[id(run)] = run.request.session.step(batch, run.request.lr)
             except Exception as error:
-                losses[id(arm)] = error
-            arm.random = torch.get_rng_state()
+                losses[id(run)] = error
+            run.rng_state = torch.get_rng_state()
         return losses
 
-    def _replayed(
-        self, replay: Replay, arms: list[_Arm], batch: Any
+    def _run_replayed(
+        self, replay: Replay, runs: list[_BatchedRun], batch: Any
     ) -> dict[int, Tensor | Exception]:
-        torch.set_rng_state(arms[0].random)
-        given = tensors_in(batch)
-        shared = replay.shared(given)
-        random = torch.get_rng_state()
-        done = []
-        for arm in arms:
-            session, arm.random = arm.asked.session, random
+        torch.set_rng_state(runs[0].rng_state)
+        batch_tensors = tensors_in(batch)
+        shared_values = replay.run_shared(batch_tensors)
+        rng_state = torch.get_rng_state()
+
+        pass_results = []
+        for run in runs:
+            session, run.rng_state = run.request.session, rng_state
             if not session.model.training:  # an evaluation came before
                 session.model.train()
             key = id(replay), id(session)
             if key not in self.passes:
-                self.passes[key] = replay.of(session)
-            done.append(self.passes[key](given, shared))
-        finite = torch.stack([d.loss for d in done]).isfinite().tolist()
-        for arm, of, sound in zip(arms, done, finite, strict=True):
-            arm.asked.session.carry = of.carry
-            arm.asked.session.diverged.fill_(not sound)
-        self._update(
-            [
-                (arm.asked, d.gradients)
-                for arm, d, sound in zip(arms, done, finite, strict=True)
-                if sound
-            ]
-        )
-        return {id(arm): d.loss for arm, d in zip(arms, done, strict=True)}
+                self.passes[key] = replay.pass_of(session)
+            pass_results.append(self.passes[key](batch_tensors, shared_values))
 
-    def _update(self, arms: list[tuple[RunRequest, Sequence[Tensor | None]]]) -> None:
-        for (session, _, lr), gradients in arms:
+        losses = torch.stack([pass_result.loss for pass_result in pass_results])
+        updates = []
+        for run, pass_result, is_finite in zip(
+            runs, pass_results, losses.isfinite().tolist(), strict=True
+        ):
+            run.request.session.carry = pass_result.carry
+            run.request.session.diverged.fill_(not is_finite)
+            if is_finite:
+                updates.append((run.request, pass_result.gradients))
+        self._update(updates)
+        return {
+            id(run): pass_result.loss
+            for run, pass_result in zip(runs, pass_results, strict=True)
+        }
+
+    def _update(
+        self, updates: list[tuple[StepRequest, Sequence[Tensor | None]]]
+    ) -> None:
+        """Let the optimizers of sessions apply gradients, clipped as the recipe has it."""
+        for (session, _, lr), gradients in updates:
             for group in session.optimizer.param_groups:
                 group["lr"] = lr
             trained = session.trained
             for parameter, gradient in zip(trained, gradients, strict=True):
                 parameter.grad = gradient
             if session.spec.recipe.clip is not None:
-                with torch.inference_mode():  # in which these gradients were made
+                with torch.inference_mode():  # in which these gradients were computed
                     nn.utils.clip_grad_norm_(trained, session.spec.recipe.clip)
-        merged = self._merged([asked.session for asked, _ in arms])
-        if merged is not None and len({asked.lr for asked, _ in arms}) == 1:
-            merged.param_groups[0]["lr"] = arms[0][0].lr
+
+        requests = [request for request, _ in updates]
+        merged = self._merge_optimizers([request.session for request in requests])
+        if merged is not None and len({request.lr for request in requests}) == 1:
+            merged.param_groups[0]["lr"] = requests[0].lr
             merged.step()
         else:
-            for (session, _, _), _ in arms:
-                session.optimizer.step()
-        for (session, _, _), _ in arms:
-            for parameter in session.trained:
+            for request in requests:
+                request.session.optimizer.step()
+
+        for request in requests:
+            for parameter in request.session.trained:
                 parameter.grad = None
 
-    def _merged(self, sessions: list[Session]) -> torch.optim.Optimizer | None:
-        """Return one optimizer of all weights, with the state of those that they have, where its numbers are the same.
+    def _merge_optimizers(
+        self, sessions: list[Session]
+    ) -> torch.optim.Optimizer | None:
+        """Return one optimizer for the weights and the optimizer states of all sessions, if its results are equal.
 
-        That is SGD, whose ``foreach`` calls for every weight what it calls without.
+        They are for SGD: with ``foreach`` it calls the same operation for every weight as without. Other optimizers
+        give None.
         """
-        if self.merged[0] != sessions:
-            found, own = None, [session.optimizer for session in sessions]
-            if own and all(
-                type(o) is torch.optim.SGD and len(o.param_groups) == 1 for o in own
-            ):
-                weights = [p for o in own for p in o.param_groups[0]["params"]]
-                found = torch.optim.SGD(weights, **{**own[0].defaults, "foreach": True})
-                for o in own:
-                    found.state.update(
-                        {p: o.state[p] for p in o.param_groups[0]["params"]}
-                    )
-            self.merged = sessions, found
-        return self.merged[1]
+        if self.merged_sessions != sessions:
+            self.merged_sessions, self.merged_optimizer = sessions, None
+            optimizers = [session.optimizer for session in sessions]
+            all_simple_sgd = all(
+                type(optimizer) is torch.optim.SGD and len(optimizer.param_groups) == 1
+                for optimizer in optimizers
+            )
+            if optimizers and all_simple_sgd:
+                self.merged_optimizer = _merge_sgd(optimizers)
+        return self.merged_optimizer
+
+
+def _merge_sgd(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return one SGD optimizer for the weights of all optimizers, sharing their states."""
+    weights = [
+        p for optimizer in optimizers for p in optimizer.param_groups[0]["params"]
+    ]
+    merged = torch.optim.SGD(weights, **{**optimizers[0].defaults, "foreach": True})
+    for optimizer in optimizers:
+        states = {p: optimizer.state[p] for p in optimizer.param_groups[0]["params"]}
+        merged.state.update(states)
+    return merged

@@ -1,12 +1,13 @@
-"""An optimizer step, or a forward pass, recorded once on a GPU and replayed: thousands of small launches become one.
+"""Capture of optimizer steps and forward passes as CUDA graphs: thousands of kernel launches become one replay.
 
-What is recorded is fixed: kernels, shapes, addresses, and every Python number in between. All that changes from step to
-step must therefore lie in tensors that stay where they are: batch, carried state, learning rate, bits
-(``LayerPrecision.num_steps``, filled in place) and the keys of the rounding noise, which kernels advance.
-So one recording serves a whole schedule, and gives the numbers of the steps that it replaces. Hooks of the model, and
-all else in Python, do not run in a replayed step.
+``Capture`` executes steps until they repeat, then records and replays them; ``CudaRecorder`` makes the CUDA graphs. A
+recording is fixed: its kernels, shapes, addresses and all Python numbers in between. All that changes from step to step
+must therefore lie in tensors that stay where they are: batch, carried state, learning rate, bits
+(``LayerPrecision.num_steps``, filled in place) and the keys of the rounding noise, which the kernels advance by
+themselves. One recording thus serves a whole schedule and gives the numbers of the steps that it replaces. Hooks of the
+model, and all other Python code, do not run in a replayed step.
 
-``CPT_CAPTURE=0`` in the environment turns it off.
+``CPT_CAPTURE=0`` in the environment turns capture off.
 """
 
 import logging
@@ -20,17 +21,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-WARM_UP = 3  # steps of one kind, one after the other, before it is recorded: libraries choose and allocate in them
-VARIABLE = "CPT_CAPTURE"
+# Consecutive steps of one kind before it is recorded, in which libraries choose kernels and allocate memory.
+CAPTURE_WARM_UP_STEPS = 3
+CAPTURE_VARIABLE = "CPT_CAPTURE"
 log = logging.getLogger(__name__)
 
-Work = Callable[
-    [Any, Any], tuple[Tensor, Any]
-]  # (batch, carry) -> (loss, carry), without a word to the host
+# (batch, carry) -> (loss, carry), without synchronising with the host
+StepFunction = Callable[[Any, Any], tuple[Tensor, Any]]
 
 
 class CudaRecorder:
-    """CUDA graphs, the only part that knows CUDA.
+    """Recorder of CUDA graphs, the only class here that calls CUDA.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
     """
@@ -39,18 +40,21 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Callable[[], Any]) -> Any:
-        """Do the work as the recorded one is done, on a stream beside the usual one, which waits for it."""
-        usual = torch.cuda.current_stream()
-        self.stream.wait_stream(usual)
+        """Execute ``work`` on a side stream, as recording does; the current stream waits for it."""
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             result = work()
-        usual.wait_stream(self.stream)
+        current.wait_stream(self.stream)
         return result
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-        """Capture the work without doing it; return what replays it, and the result that every replay overwrites.
+        """Record ``work`` without executing it.
 
         Threads that load data may use CUDA meanwhile.
+
+        Returns:
+            The function that replays the recording, and the result that every replay overwrites.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -59,114 +63,111 @@ class CudaRecorder:
 
 
 def unsupported_reason(device: torch.device, fixed_shape: bool) -> str:
-    """Return why the steps of a task are not captured, "" where they are."""
+    """Return why the steps of a task are not captured, "" if they are."""
     if device.type != "cuda":
         return f"the device is {device.type}"
-    if not torch.cuda.is_available():  # a device that only says that it is one
+    if (
+        not torch.cuda.is_available()
+    ):  # tests name a CUDA device on machines without one
         return "torch sees no CUDA device"
-    if os.environ.get(VARIABLE, "1") == "0":
-        return f"{VARIABLE}=0"
+    if os.environ.get(CAPTURE_VARIABLE, "1") == "0":
+        return f"{CAPTURE_VARIABLE}=0"
     return "" if fixed_shape else "shapes differ from step to step"
 
 
 class Capture:
-    """Steps that are done as they are until they repeat, and replayed from then on.
+    """A step function that is executed until its steps repeat, and replayed from then on.
 
     Args:
         work: one step; all its numbers lie in tensors.
-        recorder: of the device.
-        state: what the step depends on besides tensors, such as which layers quantise at all.
-        written: tensors that the step changes and others look at: a replay would leave their versions as they were.
+        recorder: recorder of the device.
+        state: returns what the step depends on besides tensors, such as which layers quantise at all.
+        written: tensors that the step changes and other code checks: a replay would not advance their version counters.
+
+    Attributes:
+        replayed: number of steps that were replayed.
+        failure_reason: why nothing more is recorded after an error; "" without one.
     """
 
     def __init__(
         self,
-        work: Work,
+        work: StepFunction,
         recorder: CudaRecorder,
         state: Callable[[], Hashable],
         written: Iterable[Tensor] = (),
     ) -> None:
-        self.work, self.recorder, self.state, self.written = (
-            work,
-            recorder,
-            state,
-            list(written),
-        )
-        self.replayed, self.why_not = (
-            0,
-            "",
-        )  # how many steps, and why no more is recorded where something went wrong
+        self.work, self.recorder, self.state = work, recorder, state
+        self.written_tensors = list(written)
+        self.replayed = 0
+        self.failure_reason = ""
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was recorded: tensors that it reads or writes were exchanged."""
-        self._recorded: dict[Hashable, _Recorded] = {}
-        self._former: tuple[Hashable, list[Any]] = (
-            "",
-            [],
-        )  # kind and tensors of the step before
-        self._constant: list[
-            bool
-        ] = []  # which tensors were the same objects in all steps of that kind in a row
-        self._count = 0  # of those steps
+        """Drop all recordings, because tensors that they read or write were exchanged."""
+        self._recorded: dict[Hashable, _RecordedStep] = {}
+        self._last_key: Hashable = ""
+        self._last_leaves: list[Any] = []
+        # For every leaf, whether all consecutive steps of the last kind had the same object; then how many they were.
+        self._constant: list[bool] = []
+        self._repeats_seen = 0
 
     def __call__(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
-        """Do one step, in whatever way; the loss is the caller's to keep, the carry lasts until the next step."""
+        """Execute or replay one step; the caller may keep the loss, the carry lasts until the next step."""
         leaves, structure = tree_flatten((batch, carry))
-        kind = (kind_of((batch, carry)), self.state())
-        found = self._recorded.get(kind)
-        if found is None and not self.why_not and self._repeats(kind, leaves):
-            found = self._record(kind, leaves, structure)
-        if found is None:
+        key = (structure_key((batch, carry)), self.state())
+        recorded = self._recorded.get(key)
+        if recorded is None and not self.failure_reason and self._repeats(key, leaves):
+            recorded = self._record(key, leaves, structure)
+        if recorded is None:
             return self.recorder.warm_up(partial(self.work, batch, carry))
-        if not found.fits(leaves):  # what seemed constant has changed
-            del self._recorded[kind]
+        if not recorded.fits(leaves):  # a leaf that seemed constant has changed
+            del self._recorded[key]
             return self(batch, carry)
+
         self.replayed += 1
-        self._former = (
-            "",
-            [],
-        )  # the row of equal steps ends: the last batch of an epoch is not recorded
-        result = found(leaves)
-        increment_version(self.written)
+        # A replay ends the series of equal steps, so that the last, smaller batch of an epoch is not recorded.
+        self._last_key, self._last_leaves = "", []
+        result = recorded(leaves)
+        increment_version(self.written_tensors)
         return result
 
-    def _repeats(self, kind: Hashable, leaves: list[Any]) -> bool:
-        former, before = self._former
-        if kind == former:
-            same = [a is b for a, b in zip(leaves, before, strict=True)]
+    def _repeats(self, key: Hashable, leaves: list[Any]) -> bool:
+        if key == self._last_key:
+            unchanged = [a is b for a, b in zip(leaves, self._last_leaves, strict=True)]
             self._constant = [
-                a and b for a, b in zip(self._constant, same, strict=True)
+                a and b for a, b in zip(self._constant, unchanged, strict=True)
             ]
-            self._count += 1
+            self._repeats_seen += 1
         else:
-            self._constant, self._count = [True] * len(leaves), 0
-        self._former = (kind, leaves)
-        return self._count >= WARM_UP
+            self._constant, self._repeats_seen = [True] * len(leaves), 0
+        self._last_key, self._last_leaves = key, leaves
+        return self._repeats_seen >= CAPTURE_WARM_UP_STEPS
 
     def _record(
-        self, kind: Hashable, leaves: list[Any], structure: Any
-    ) -> "_Recorded | None":
-        fixed = [
-            a.clone() if isinstance(a, Tensor) and not same else a
-            for a, same in zip(leaves, self._constant, strict=True)
+        self, key: Hashable, leaves: list[Any], structure: Any
+    ) -> "_RecordedStep | None":
+        fixed_leaves = [
+            leaf.clone() if isinstance(leaf, Tensor) and not is_constant else leaf
+            for leaf, is_constant in zip(leaves, self._constant, strict=True)
         ]
-        batch, carry = tree_unflatten(fixed, structure)
+        batch, carry = tree_unflatten(fixed_leaves, structure)
         try:
             replay, result = self.recorder.record(partial(self.work, batch, carry))
         except Exception as error:
-            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failure_reason = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning(
                 "the steps of this run cannot be captured and go on one launch at a time: %s",
-                self.why_not,
+                self.failure_reason,
             )
             return None
-        self._recorded[kind] = _Recorded(replay, result, fixed, self._constant)
-        return self._recorded[kind]
+        self._recorded[key] = _RecordedStep(
+            replay, result, fixed_leaves, self._constant
+        )
+        return self._recorded[key]
 
 
-class _Recorded:
-    """A recorded step: the tensors it reads, what replays it, and where its results are."""
+class _RecordedStep:
+    """A recorded step: its replay function, its results, the leaves that it reads and which of them are constant."""
 
     def __init__(
         self,
@@ -175,37 +176,41 @@ class _Recorded:
         leaves: list[Any],
         constant: list[bool],
     ) -> None:
-        self.replay, self.result, self.leaves, self.constant = (
-            replay,
-            result,
-            leaves,
-            constant,
-        )
+        self.replay, self.result = replay, result
+        self.leaves, self.constant = leaves, constant
 
     def fits(self, leaves: list[Any]) -> bool:
-        """Whether what was constant still is."""
+        """Return whether the constant leaves are still the same objects."""
         return all(
-            a is b
-            for a, b, same in zip(leaves, self.leaves, self.constant, strict=True)
-            if same
+            leaf is recorded_leaf
+            for leaf, recorded_leaf, is_constant in zip(
+                leaves, self.leaves, self.constant, strict=True
+            )
+            if is_constant
         )
 
     def __call__(self, leaves: list[Any]) -> tuple[Tensor, Any]:
-        for mine, given, same in zip(self.leaves, leaves, self.constant, strict=True):
-            if not same and isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
+        for recorded_leaf, leaf, is_constant in zip(
+            self.leaves, leaves, self.constant, strict=True
+        ):
+            if not is_constant and isinstance(recorded_leaf, Tensor):
+                recorded_leaf.copy_(leaf, non_blocking=True)
         self.replay()
         loss, carry = self.result
         return tree_map(torch.clone, loss), carry
 
 
-def kind_of(tree: Any) -> Hashable:
-    """What must be equal for two steps to run the same kernels; an object that is no number is that object."""
+def structure_key(tree: Any) -> Hashable:
+    """Return a key that is equal for two trees on which a step runs the same kernels.
 
-    def kind(leaf: Any) -> Hashable:
+    It has the structure of the tree, the layout of tensors, and the values of numbers and strings; any other object is
+    equal to itself alone.
+    """
+
+    def leaf_key(leaf: Any) -> Hashable:
         if isinstance(leaf, Tensor):
             return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
         return leaf if isinstance(leaf, bool | int | float | str | None) else id(leaf)
 
     leaves, structure = tree_flatten(tree)
-    return structure, tuple(map(kind, leaves))
+    return structure, tuple(map(leaf_key, leaves))

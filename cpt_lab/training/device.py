@@ -1,8 +1,8 @@
-"""Devices: which one a run takes, its name, its memory; and how the float32 work of a run is computed there.
+"""Devices of runs: the choice of one, its name and memory, and the float32 arithmetic of a run on it.
 
-That is in bfloat16 between layers, with TF32 products, channels last. TF32 keeps 11 of the 24 bits of an operand, and a
-dequantised number needs all 24, however few bits its grid has. Torch takes it in cuDNN's convolutions unless it is told
-not to, and not in cuBLAS: here both are told, before every forward.
+A recipe may ask for bfloat16 autocast between layers, for TF32 matmuls and for the channels-last memory format. TF32
+keeps 11 of the 24 significant bits of an operand, and a dequantised number needs all 24, however few bits its grid has.
+By default torch uses TF32 in cuDNN convolutions and not in cuBLAS matmuls: both are set here before every forward pass.
 """
 
 import os
@@ -21,61 +21,64 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.resources import DRIVERS
 
 DEVICES = ("auto", "cpu", "cuda")
-TF32_SINCE = (8, 0)
+MIN_TF32_CAPABILITY = (8, 0)
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU, or the word itself."""
-    return (
-        torch.cuda.get_device_name()
-        if device == "cuda" and torch.cuda.is_available()
-        else device
-    )
+    """Return the name of the GPU for "cuda", else ``device``."""
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return device
 
 
 def peak_memory(device: str) -> int:
-    """Return the bytes that torch has reserved on the GPU, or the largest resident size of this process."""
+    """Return the peak memory in bytes: reserved by torch on a GPU, resident on a CPU."""
     return torch.cuda.max_memory_reserved() if device == "cuda" else host_memory()
 
 
 def host_memory() -> int:
-    """Return the largest resident size that this process had, in bytes."""
-    import resource  # not on Windows
+    """Return the largest resident size of this process so far, in bytes."""
+    import resource  # this module does not exist on Windows
 
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else 1024 * size
 
 
 class DeviceNotFoundError(ValueError):
-    """A run is for a GPU, and torch sees none; the message says why, and how to ask for the CPU."""
+    """Error of a run that needs a GPU where torch sees none; says why, and how to choose the CPU."""
 
 
 def choose_device(device: str, spec: RunSpec) -> str:
-    """Return "cpu" or "cuda" for a run that is about to start: as ``usual_device``, but nothing long starts unasked.
+    """Return "cpu" or "cuda" for a run that is about to start.
+
+    "auto" is resolved by ``resolve_device``, but never starts a run of several days on a CPU.
 
     Raises:
-        DeviceNotFoundError: for "auto" at paper scale where torch sees no GPU: a run takes days on a CPU.
-        ValueError: as ``usual_device`` does.
+        DeviceNotFoundError: for "auto" at paper scale where torch sees no GPU, and for "cuda" without a GPU.
+        ValueError: for an unknown device, and for a recipe that the device cannot follow.
     """
     if device == "auto" and spec.scale == "paper" and not torch.cuda.is_available():
         raise DeviceNotFoundError(
-            f"{spec.recipe.model} on {spec.recipe.dataset} at paper scale takes a GPU, and {_why_no_gpu()}. On the CPU "
-            "it runs when asked: --device cpu, device='cpu' in Python, -p device cpu for a notebook"
+            f"{spec.recipe.model} on {spec.recipe.dataset} at paper scale takes a GPU, and {_missing_gpu_reason()}. "
+            "On the CPU it runs when asked: --device cpu, device='cpu' in Python, -p device cpu for a notebook"
         )
-    return usual_device(device, spec)
+    return resolve_device(device, spec)
 
 
 def check_device(device: str) -> None:
-    """Refuse "cuda" where torch sees none, by a DeviceNotFoundError."""
+    """Raise DeviceNotFoundError for "cuda" if torch sees no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceNotFoundError(f"device 'cuda' was asked for, but {_why_no_gpu()}")
+        raise DeviceNotFoundError(
+            f"device 'cuda' was asked for, but {_missing_gpu_reason()}"
+        )
 
 
-def usual_device(device: str, spec: RunSpec) -> str:
-    """Return "cpu" or "cuda"; "auto" takes CUDA where there is one at paper scale, and at smoke scale nothing does.
+def resolve_device(device: str, spec: RunSpec) -> str:
+    """Return "cpu" or "cuda" for the device of a spec, resolving "auto".
 
-    Demos are small: on a GPU most of a step is the launching of its kernels, thousands for an LSTM, and starting CUDA
-    takes some seconds more; on the CPU they give the committed numbers.
+    "auto" is CUDA at paper scale where there is a GPU, and the CPU at demo scale. Runs at smoke scale always use the
+    CPU. Demos are small: on a GPU most of a step is kernel launches (thousands for an LSTM), and starting CUDA takes
+    some seconds more; on the CPU they give the committed numbers.
 
     Raises:
         DeviceNotFoundError: for CUDA where there is none.
@@ -83,49 +86,60 @@ def usual_device(device: str, spec: RunSpec) -> str:
     """
     check_choice("device", device, DEVICES)
     check_device(device)
-    small = spec.scale == "smoke" or (spec.scale == "demo" and device == "auto")
-    chosen = (
-        "cuda" if torch.cuda.is_available() and device != "cpu" and not small else "cpu"
-    )
-    check_arithmetic(spec.recipe, torch.device(chosen))
-    return chosen
+
+    is_small = spec.scale == "smoke" or (spec.scale == "demo" and device == "auto")
+    use_cuda = torch.cuda.is_available() and device != "cpu" and not is_small
+    resolved = "cuda" if use_cuda else "cpu"
+    check_arithmetic(spec.recipe, torch.device(resolved))
+    return resolved
 
 
-def _why_no_gpu() -> str:
-    """Say what torch sees instead of a GPU, and which driver it needs."""
-    built = torch.version.cuda
-    if built is None:
+def _missing_gpu_reason() -> str:
+    """Return the reason why torch sees no GPU, and the driver that it needs."""
+    cuda_version = torch.version.cuda
+    if cuda_version is None:
         return f"torch {torch.__version__} is built without CUDA"
+
     try:
         torch.cuda.init()
-        said = "there is none"
+        reason = "there is none"
     except (RuntimeError, AssertionError) as error:
-        said = str(error).partition(". ")[0].strip().rstrip(".")
-    driver = DRIVERS.get(built.partition(".")[0])
+        reason = str(error).partition(". ")[0].strip().rstrip(".")
+    driver = DRIVERS.get(cuda_version.partition(".")[0])
     needs = f", which needs a driver of NVIDIA's, {driver} or newer" if driver else ""
-    return f"torch sees no CUDA device: {said} (torch {torch.__version__} is built for CUDA {built}{needs})"
+    return f"torch sees no CUDA device: {reason} (torch {torch.__version__} is built for CUDA {cuda_version}{needs})"
 
 
 def check_arithmetic(recipe: Recipe, device: torch.device) -> None:
-    """Raise ValueError where the recipe asks for what this device would not do: no row may say that it had it."""
+    """Raise ValueError if a recipe asks for TF32 and the device has none.
+
+    Otherwise a result row would claim TF32 that the run did not use.
+    """
     if not recipe.tf32:
         return
     if device.type != "cuda":
         raise ValueError(
             f"tf32 is for CUDA; this run of {recipe.model} on {recipe.dataset} is on device {device}"
         )
-    if (
-        torch.cuda.is_available()
-        and (there := torch.cuda.get_device_capability(device)) < TF32_SINCE
-    ):
-        wanted, found = (".".join(map(str, version)) for version in (TF32_SINCE, there))
+    if not torch.cuda.is_available():
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_TF32_CAPABILITY:
+        required = ".".join(map(str, MIN_TF32_CAPABILITY))
+        present = ".".join(map(str, capability))
         raise ValueError(
-            f"tf32 needs a GPU of compute capability {wanted}; {torch.cuda.get_device_name(device)} has {found}"
+            f"tf32 needs a GPU of compute capability {required}; {torch.cuda.get_device_name(device)} has {present}"
         )
 
 
-def lay_out(model: nn.Module, recipe: Recipe) -> None:
-    """Put the weights of convolutions channels last, whose results then are too; ValueError for a model without any."""
+def set_memory_format(model: nn.Module, recipe: Recipe) -> None:
+    """Put convolution weights in channels-last format if the recipe asks for it.
+
+    The outputs of these convolutions then are channels last, too.
+
+    Raises:
+        ValueError: for a model without two-dimensional convolutions.
+    """
     if not recipe.channels_last:
         return
     if not any(p.dim() == 4 for p in model.parameters()):
@@ -135,17 +149,16 @@ def lay_out(model: nn.Module, recipe: Recipe) -> None:
     model.to(memory_format=torch.channels_last)
 
 
-def fix_order_of_sums() -> None:
-    """Let torch refuse, in this process, what sums in another order each time, where ``CPT_DETERMINISTIC=1`` asks."""
+def enforce_determinism() -> None:
+    """Make torch refuse nondeterministic operations in this process if ``CPT_DETERMINISTIC=1``."""
     if os.environ.get("CPT_DETERMINISTIC") == "1":
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # what torch asks of cuBLAS then
+        # Deterministic algorithms require this setting of cuBLAS.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def set_tf32(recipe: Recipe) -> None:
-    """Let cuBLAS and cuDNN take TF32, or not, for the whole process, as torch has it."""
+    """Allow or forbid TF32 in cuBLAS and cuDNN for the whole process."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
         recipe.tf32
     )
@@ -153,7 +166,10 @@ def set_tf32(recipe: Recipe) -> None:
 
 @contextmanager
 def arithmetic(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Compute a forward pass as the recipe says; TF32 stays as it was set, for the backward pass."""
+    """Compute a forward pass with the autocast and TF32 settings of a recipe.
+
+    TF32 stays set after the block, for the backward pass.
+    """
     if device.type == "cuda":
         set_tf32(recipe)
     with torch.autocast(device.type, torch.bfloat16, enabled=bool(recipe.autocast)):
@@ -161,15 +177,15 @@ def arithmetic(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 
 def cuda_provenance(recipe: Recipe) -> dict[str, Any]:
-    """Return what computes a run on CUDA: GPU, versions, and whether cuBLAS and cuDNN take TF32, as they are set."""
+    """Return the GPU, the CUDA library versions and the TF32 settings of a run."""
     set_tf32(recipe)
+    # The driver's version as nvidia-smi reports it; None if that program is missing.
+    driver = collect_env.get_nvidia_driver_version(collect_env.run)
     return {
         "gpu": torch.cuda.get_device_name(),
         "runtime": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": collect_env.get_nvidia_driver_version(
-            collect_env.run
-        ),  # as nvidia-smi has it; None without that
+        "driver": driver,
         "tf32": {
             "cublas": torch.backends.cuda.matmul.allow_tf32,
             "cudnn": torch.backends.cudnn.allow_tf32,

@@ -1,12 +1,13 @@
-"""The forward and backward pass of a step on a CPU, recorded once as torch's operations and replayed for many runs.
+"""Recording of the forward and backward pass of a step on a CPU, replayed for many runs.
 
-Runs of one recipe and seed differ in their bits alone, which lie in tensors. So one recording serves all of them: the
-operations, without modules, autograd and schedule around them. What does not depend on a run, such as the dropout of
-a step, is computed once for all. A run's own operations are those that it would do alone, on tensors of its own, in the
-same order: its numbers are the same, bit for bit.
+Runs of one recipe and seed differ only in their bits, and bits lie in tensors. One recording of torch's operations,
+without modules, autograd and schedule around them, thus serves all runs. Operations that do not depend on a run, such
+as the dropout of a step, are executed once for all (``Replay.run_shared``); all others are executed for every run on
+its own tensors, in the order in which the run alone would execute them (``Replay.pass_of``). The numbers of a run are
+therefore the same, bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.training.session import Session
 
-# operations that ask of their first operand the shape alone
-SHAPED = (
+# Operations that use only the shape of their first operand.
+SHAPE_ONLY_OPS = (
     "empty_like",
     "full_like",
     "new_empty",
@@ -33,8 +34,8 @@ SHAPED = (
     "ones_like",
     "zeros_like",
 )
-# what does nothing without autograd, and what Python calls in less time
-QUICK: dict[str, Any] = {
+# Replacements of operations: None where they do nothing without autograd, else a function that Python calls faster.
+FAST_CALLS: dict[str, Any] = {
     "aten.alias.default": None,
     "aten.detach.default": None,
     "aten.t.default": Tensor.t,
@@ -43,12 +44,12 @@ QUICK: dict[str, Any] = {
 }
 
 
-class CannotReplay(Exception):
-    """A step depends on more than the tensors of its run, or leaves more."""
+class ReplayError(Exception):
+    """Error of a step that depends on more than the tensors of its run, or changes more."""
 
 
-class Done(NamedTuple):
-    """What a pass leaves: the loss, (0-d), what the next step needs, and a gradient for every parameter."""
+class PassResult(NamedTuple):
+    """Loss of a pass (0-d), the state that the next step needs, and a gradient for every parameter."""
 
     loss: Tensor
     carry: Any
@@ -56,338 +57,414 @@ class Done(NamedTuple):
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of a batch, or of what a step hands on."""
+    """Return the tensors of a batch, or of the state that a step carries to the next."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def tensors_of(session: Session) -> dict[str, Tensor]:
-    """Return the tensors that a run has of its own: parameters, buffers, and what its precisions hold."""
+def session_tensors(session: Session) -> dict[str, Tensor]:
+    """Return the tensors that belong to a run alone: parameters, buffers, and the tensors of layer precisions."""
     holders = dict(session.model.named_modules())
     for name, module in list(holders.items()):
         layer_precision = precision_of(module)
-        if (
-            layer_precision is not None
-        ):  # that of a layer without weights is no child of it
+        # The precision of a layer without weights is no child module of the layer.
+        if layer_precision is not None:
             holders.setdefault(f"{name}.precision".lstrip("."), layer_precision)
-    found: dict[str, Tensor] = {}
+
+    tensors: dict[str, Tensor] = {}
     for name, holder in holders.items():
-        for held in (vars(holder), holder._parameters, holder._buffers):
-            found |= {
-                f"{name}.{key}": value
-                for key, value in held.items()
-                if isinstance(value, Tensor)
-            }
-    return found
+        for attributes in (vars(holder), holder._parameters, holder._buffers):
+            for key, value in attributes.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}.{key}"] = value
+    return tensors
 
 
 class Replay:
-    """A recorded pass.
+    """A recorded forward and backward pass.
 
     Args:
-        session: a run that has done a step already; afterwards it is as before.
-        batch: of the step that is recorded.
+        session: a run that has executed a step already; it is left unchanged.
+        batch: batch of the step that is recorded.
 
     Raises:
-        CannotReplay: when torch does not see all that the step does, or when runs would disturb one another.
+        ReplayError: when torch does not see all that the step does, or when runs would disturb one another.
     """
 
     def __init__(self, session: Session, batch: Any) -> None:
         leaves, structure = tree_flatten((batch, session.carry))
-        places: list[
-            int
-        ] = []  # of gradients that autograd keeps as their parameters lie in memory
+        # Indices of gradients whose strides differ from their parameters': autograd stores them like the parameters.
+        copied_gradients: list[int] = []
 
         def step(*tensors: Tensor) -> list[Any]:
-            given = iter(tensors)
+            inputs = iter(tensors)
             rebuilt = [
-                next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+                next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
             with session.arithmetic():
                 loss, carry = session.task.loss(
                     session.model, *tree_unflatten(rebuilt, structure)
                 )
             gradients = torch.autograd.grad(loss, session.trained, allow_unused=True)
-            pairs = enumerate(zip(gradients, session.trained, strict=True))
-            places.extend(
-                i for i, (g, p) in pairs if g is not None and g.stride() != p.stride()
-            )
-            carried, self._carry = tree_flatten(carry)
+            for index, (gradient, parameter) in enumerate(
+                zip(gradients, session.trained, strict=True)
+            ):
+                if gradient is not None and gradient.stride() != parameter.stride():
+                    copied_gradients.append(index)
+            carried, self._carry_structure = tree_flatten(carry)
             return [loss.detach(), *carried, *gradients]
 
-        shapes = TracingContext(
-            FakeTensorMode(allow_fallback_kernels=True)
-        )  # else torch makes one for every tensor
-        with _unchanged(session), tracing(shapes):
+        # Without a context torch makes a FakeTensorMode for every tensor.
+        context = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+        with _restored(session), tracing(context):
             recorded = make_fx(step)(*tensors_in(leaves))
-        self._copied = places
-        self._shared, self._own, self._reads = _functions(
-            recorded, tensors_of(session), len(tensors_in(batch))
+        self._copied_gradients = copied_gradients
+        self._functions = _split_functions(
+            recorded, session_tensors(session), len(tensors_in(batch))
         )
         self._check(session, batch)
 
-    def shared(self, batch: list[Tensor]) -> Sequence[Any]:
-        """Do what is the same for all runs of a step, whose batch has these tensors."""
+    def run_shared(self, batch: list[Tensor]) -> Sequence[Any]:
+        """Execute what does not depend on a run, for a step whose batch has these tensors."""
         with torch.inference_mode():
-            return self._shared(*batch)
+            return self._functions.shared(*batch)
 
-    def of(self, session: Session) -> Callable[[list[Tensor], Sequence[Any]], Done]:
-        """Return the pass of a run: a function of the batch's tensors and of what ``shared`` returned for them."""
-        mine, count = tensors_of(session), self._carry.num_leaves
-        reads = [mine[name] for name in self._reads]
+    def pass_of(
+        self, session: Session
+    ) -> Callable[[list[Tensor], Sequence[Any]], PassResult]:
+        """Return the pass of a run: a function of the batch's tensors and of the result of ``run_shared``."""
+        tensors = session_tensors(session)
+        run_tensors = [tensors[name] for name in self._functions.tensor_names]
+        num_carried = self._carry_structure.num_leaves
 
-        def replayed(batch: list[Tensor], shared: Sequence[Any]) -> Done:
+        def replayed(batch: list[Tensor], shared_values: Sequence[Any]) -> PassResult:
             with torch.inference_mode():
-                loss, *rest = self._own(
-                    *batch, *tensors_in(session.carry), *reads, *shared
+                loss, *rest = self._functions.per_run(
+                    *batch, *tensors_in(session.carry), *run_tensors, *shared_values
                 )
-            gradients = rest[count:]
-            for i in self._copied:
+            gradients = rest[num_carried:]
+            for i in self._copied_gradients:
                 gradients[i] = torch.empty_like(session.trained[i]).copy_(gradients[i])
             carry = [
                 leaf.clone() if isinstance(leaf, Tensor) else leaf
-                for leaf in rest[:count]
+                for leaf in rest[:num_carried]
             ]
-            return Done(loss, tree_unflatten(carry, self._carry), gradients)
+            return PassResult(
+                loss, tree_unflatten(carry, self._carry_structure), gradients
+            )
 
         return replayed
 
     def _check(self, session: Session, batch: Any) -> None:
-        """Raise CannotReplay unless the recording does what the step does, at other bits and weights than it was made.
+        """Raise ReplayError unless the recording does what the step does, at other bits and weights than it was made.
 
-        Some libraries compute unseen by torch, and what Python has read of a tensor is a constant of the recording.
+        Some libraries compute unseen by torch, and a number that Python has read from a tensor is a constant of the
+        recording.
         """
-        kind, level = (
-            session.kind(),
-            5 if session.scheduler.get_last_bits()[0] != 5 else 6,
-        )
 
-        def left(work: Callable[[], Iterable[Any]]) -> list[Any]:
-            with _unchanged(session), torch.no_grad():
-                for parameter in session.trained:
-                    parameter.mul_(1.01)
-                with precision(session.model, level, level):
-                    with torch.enable_grad():
-                        done = None if session.kind() != kind else work()
-                if (
-                    done is None
-                ):  # other levels are another recording's: at those in force, then
-                    with torch.enable_grad():
-                        done = work()
-                loss, carry, gradients = done
-                found = [
-                    loss,
-                    *tree_flatten(carry)[0],
-                    *gradients,
-                    *tensors_of(session).values(),
-                ]
-                return [
-                    x.clone() if isinstance(x, Tensor) else x
-                    for x in (*found, torch.get_rng_state())
-                ]
-
-        def passed() -> Done:
+        def eager_pass() -> PassResult:
             with session.arithmetic():
                 loss, carry = session.task.loss(session.model, batch, session.carry)
             loss.backward()
-            return Done(loss, carry, [p.grad for p in session.trained])
+            return PassResult(loss, carry, [p.grad for p in session.trained])
 
-        given = tensors_in(batch)
-        pairs = zip(
-            left(passed),
-            left(lambda: self.of(session)(given, self.shared(given))),
-            strict=True,
-        )
-        if not all(
-            torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
-        ):
-            raise CannotReplay(
-                "what torch has recorded of a step is not all that the step does"
-            )
+        def replayed_pass() -> PassResult:
+            return self.pass_of(session)(batch_tensors, self.run_shared(batch_tensors))
+
+        batch_tensors = tensors_in(batch)
+        expected = _values_after(session, eager_pass)
+        replayed = _values_after(session, replayed_pass)
+        for a, b in zip(expected, replayed, strict=True):
+            is_equal = torch.equal(a, b) if isinstance(a, Tensor) else a == b
+            if not is_equal:
+                raise ReplayError(
+                    "what torch has recorded of a step is not all that the step does"
+                )
+
+
+def _values_after(session: Session, run_pass: Callable[[], PassResult]) -> list[Any]:
+    """Return all values that a pass computes or changes, at changed weights and bits; the session is restored.
+
+    The bits stay as they are where changed bits need another recording.
+    """
+    step_key = session.step_key()
+    bits = 5 if session.scheduler.get_last_bits()[0] != 5 else 6
+    with _restored(session), torch.no_grad():
+        for parameter in session.trained:
+            parameter.mul_(1.01)
+        pass_result = None
+        with precision(session.model, bits, bits), torch.enable_grad():
+            if session.step_key() == step_key:
+                pass_result = run_pass()
+        if pass_result is None:
+            with torch.enable_grad():
+                pass_result = run_pass()
+
+        loss, carry, gradients = pass_result
+        values = [
+            loss,
+            *tree_flatten(carry)[0],
+            *gradients,
+            *session_tensors(session).values(),
+            torch.get_rng_state(),
+        ]
+        return [
+            value.clone() if isinstance(value, Tensor) else value for value in values
+        ]
 
 
 @contextmanager
-def _unchanged(session: Session) -> Iterator[None]:
-    """Put a run back as it was before a ``with`` block."""
-    mine, random = tensors_of(session), torch.get_rng_state()
-    before = {name: value.detach().clone() for name, value in mine.items()}
+def _restored(session: Session) -> Iterator[None]:
+    """Restore the tensors, gradients and random numbers of a run after a ``with`` block."""
+    tensors, rng_state = session_tensors(session), torch.get_rng_state()
+    before = {name: value.detach().clone() for name, value in tensors.items()}
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, value in mine.items():
+            for name, value in tensors.items():
                 value.copy_(before[name])
-        torch.set_rng_state(random)
+        torch.set_rng_state(rng_state)
         session.optimizer.zero_grad(set_to_none=True)
 
 
-def _functions(
-    recorded: fx.GraphModule, mine: Mapping[str, Tensor], of_batch: int
-) -> tuple[Callable[..., Any], Callable[..., Any], list[str]]:
-    """Return what is done for all runs, what is done for each, and the names of the tensors that the latter reads."""
-    _ask_for_shapes_alone(recorded)
+class _SplitFunctions(NamedTuple):
+    """The two functions of a recording.
+
+    ``shared(*batch)`` returns the values that do not depend on a run; ``per_run(*batch, *carry, *tensors, *values)``
+    returns loss, carry and gradients, where ``tensor_names`` names the tensors of the run that it reads.
+    """
+
+    shared: Callable[..., Any]
+    per_run: Callable[..., Any]
+    tensor_names: list[str]
+
+
+def _split_functions(
+    recorded: fx.GraphModule, run_tensors: Mapping[str, Tensor], num_batch_tensors: int
+) -> _SplitFunctions:
+    """Split a recording into a function that serves all runs and a function for every run.
+
+    Args:
+        recorded: graph whose inputs are the tensors of the batch, then those of the carried state.
+        run_tensors: tensors of the recorded run, by name.
+        num_batch_tensors: number of tensors in the batch.
+    """
+    _drop_shape_only_inputs(recorded)
     nodes = list(recorded.graph.nodes)
-    given = [node for node in nodes if node.op == "placeholder"]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    batch_inputs, carry_inputs = inputs[:num_batch_tensors], inputs[num_batch_tensors:]
     constants = {
         node: getattr(recorded, node.target) for node in nodes if node.op == "get_attr"
     }
-    reads = _names(constants, mine)
-    own = _own(nodes, {*given[of_batch:], *reads})
-    for node in nodes:
-        if written := [
-            n
-            for n in _written(node)
-            if n in given[:of_batch] or (n in constants and n not in reads)
-        ]:
-            raise CannotReplay(
-                f"{node.target} writes to {written[0]}, which all runs read"
-            )
-        if node in own and torch.Tag.nondeterministic_seeded in getattr(
-            node.target, "tags", ()
-        ):
-            raise CannotReplay(f"{node.target} draws random numbers for every run")
+    names_by_node = _names_of_constants(constants, run_tensors)
+    shared_constants = {
+        node: value for node, value in constants.items() if node not in names_by_node
+    }
+    run_dependent = _run_dependent_nodes(nodes, {*carry_inputs, *names_by_node})
+    _check_side_effects(nodes, {*batch_inputs, *shared_constants}, run_dependent)
+
     calls = [node for node in nodes if node.op == "call_function"]
-    each, returned = [node for node in calls if node in own], nodes[-1].args[0]
-    read = {n for node in (*each, nodes[-1]) for n in node.all_input_nodes}
-    common = [node for node in calls if node not in own]
-    shared = [node for node in common if node in read]
-    plain = {node: value for node, value in constants.items() if node not in reads}
-    first = _function(given[:of_batch], common, shared, plain)
-    return (
-        first,
-        _function([*given, *reads, *shared], each, returned, plain),
-        list(reads.values()),
+    run_calls = [node for node in calls if node in run_dependent]
+    shared_calls = [node for node in calls if node not in run_dependent]
+    output = nodes[-1]
+    read_nodes = {n for node in (*run_calls, output) for n in node.all_input_nodes}
+    shared_values = [node for node in shared_calls if node in read_nodes]
+    return _SplitFunctions(
+        _compile_nodes(batch_inputs, shared_calls, shared_values, shared_constants),
+        _compile_nodes(
+            [*inputs, *names_by_node, *shared_values],
+            run_calls,
+            output.args[0],
+            shared_constants,
+        ),
+        list(names_by_node.values()),
     )
 
 
-def _ask_for_shapes_alone(recorded: fx.GraphModule) -> None:
-    """Let operations that ask for a shape read no operand, so that they depend on no run."""
-    for node in list(recorded.graph.nodes):
-        if (
-            isinstance(node.target, OpOverload)
-            and node.target._schema.name.partition("::")[2] in SHAPED
-        ):
-            of, name = node.args[0].meta["val"], f"shape_of_{node.name}"
-            recorded.register_buffer(
-                name,
-                torch.empty_strided(
-                    of.shape, of.stride(), dtype=of.dtype, device="meta"
-                ),
+def _check_side_effects(
+    nodes: list[fx.Node], shared_inputs: set[fx.Node], run_dependent: set[fx.Node]
+) -> None:
+    """Raise ReplayError for writes to inputs that all runs read, and for random numbers drawn for every run."""
+    for node in nodes:
+        written = [n for n in _written_nodes(node) if n in shared_inputs]
+        if written:
+            raise ReplayError(
+                f"{node.target} writes to {written[0]}, which all runs read"
             )
-            with recorded.graph.inserting_before(node):
-                node.args = (recorded.graph.get_attr(name), *node.args[1:])
-            node.kwargs = {**node.kwargs, "device": of.device}
+        tags = getattr(node.target, "tags", ())
+        if node in run_dependent and torch.Tag.nondeterministic_seeded in tags:
+            raise ReplayError(f"{node.target} draws random numbers for every run")
 
 
-def _names(
-    constants: Mapping[fx.Node, Tensor], mine: Mapping[str, Tensor]
-) -> dict[fx.Node, str]:
-    """Return the constants that are a run's own, by name."""
-    names = {value.data_ptr(): name for name, value in mine.items() if value.numel()}
-    storages = {
-        value.untyped_storage().data_ptr() for value in mine.values() if value.numel()
-    }
-    found = {}
-    for node, value in constants.items():
+def _drop_shape_only_inputs(recorded: fx.GraphModule) -> None:
+    """Replace operands of which an operation uses only the shape by empty ones, which depend on no run."""
+    for node in list(recorded.graph.nodes):
+        is_op = isinstance(node.target, OpOverload)
         if (
-            not value.is_meta
-            and value.numel()
-            and value.untyped_storage().data_ptr() in storages
+            not is_op
+            or node.target._schema.name.partition("::")[2] not in SHAPE_ONLY_OPS
         ):
-            name = names.get(value.data_ptr(), "")
-            if not name or (mine[name].shape, mine[name].stride()) != (
-                value.shape,
-                value.stride(),
-            ):
-                raise CannotReplay(
-                    f"a layer keeps a part of {name or 'a tensor'}, of shape {tuple(value.shape)}"
-                )
-            found[node] = name
-    return found
+            continue
+        operand = node.args[0].meta["val"]
+        name = f"shape_of_{node.name}"
+        empty = torch.empty_strided(
+            operand.shape, operand.stride(), dtype=operand.dtype, device="meta"
+        )
+        recorded.register_buffer(name, empty)
+        with recorded.graph.inserting_before(node):
+            node.args = (recorded.graph.get_attr(name), *node.args[1:])
+        node.kwargs = {**node.kwargs, "device": operand.device}
 
 
-def _own(nodes: list[fx.Node], start: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that depend on a run: what reads something of its own, and what that writes to."""
-    own, before = set(start), -1
-    while len(own) > before:
-        before = len(own)
+def _names_of_constants(
+    constants: Mapping[fx.Node, Tensor], run_tensors: Mapping[str, Tensor]
+) -> dict[fx.Node, str]:
+    """Return the names of the constants that are tensors of the run.
+
+    Raises:
+        ReplayError: for a constant that is a part of a tensor of the run.
+    """
+    names_by_pointer = {}
+    storages = set()
+    for name, value in run_tensors.items():
+        if value.numel():
+            names_by_pointer[value.data_ptr()] = name
+            storages.add(value.untyped_storage().data_ptr())
+
+    names_by_node = {}
+    for node, value in constants.items():
+        if value.is_meta or not value.numel():
+            continue
+        if value.untyped_storage().data_ptr() not in storages:
+            continue
+        name = names_by_pointer.get(value.data_ptr(), "")
+        layout = (value.shape, value.stride())
+        if not name or (run_tensors[name].shape, run_tensors[name].stride()) != layout:
+            raise ReplayError(
+                f"a layer keeps a part of {name or 'a tensor'}, of shape {tuple(value.shape)}"
+            )
+        names_by_node[node] = name
+    return names_by_node
+
+
+def _run_dependent_nodes(nodes: list[fx.Node], start: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that depend on a run: calls that read one of them, and the nodes that such a call writes to.
+
+    Args:
+        nodes: all nodes of the graph.
+        start: inputs and constants that differ between runs.
+    """
+    dependent = set(start)
+    size_before = -1
+    while len(dependent) > size_before:
+        size_before = len(dependent)
         for node in nodes:
-            if node.op == "call_function" and (
-                node in own or own & set(node.all_input_nodes)
-            ):
-                own |= {node, *_written(node)}
-    return own
+            reads_dependent = node in dependent or dependent & set(node.all_input_nodes)
+            if node.op == "call_function" and reads_dependent:
+                dependent |= {node, *_written_nodes(node)}
+    return dependent
 
 
 def _aliases(node: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """Return the arguments of a call whose memory it writes to (True), or whose memory its result may share."""
+    """Return the arguments whose memory a call may share with its result, each with True if the call writes to it."""
     if not isinstance(node.target, OpOverload):
         return []
     arguments = node.target._schema.arguments
     values = [*zip(arguments, node.args, strict=False)]
     values += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
     return [
-        (x, a.alias_info.is_write)
-        for a, x in values
-        if a.alias_info is not None and isinstance(x, fx.Node)
+        (value, argument.alias_info.is_write)
+        for argument, value in values
+        if argument.alias_info is not None and isinstance(value, fx.Node)
     ]
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory a call writes to, each as it was made."""
-    found = []
-    for made, writes in _aliases(node):
+def _written_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that own the memory to which a call writes."""
+    owners = []
+    for argument, writes in _aliases(node):
         if writes:
-            while aliases := _aliases(made):
-                made = aliases[0][0]
-            found.append(made)
-    return found
+            owner = argument
+            while aliases := _aliases(owner):
+                owner = aliases[0][0]
+            owners.append(owner)
+    return owners
 
 
-def _function(
-    given: Sequence[fx.Node],
+def _compile_nodes(
+    inputs: Sequence[fx.Node],
     calls: list[fx.Node],
-    returned: Sequence[Any],
+    outputs: Sequence[Any],
     constants: Mapping[fx.Node, Tensor],
 ) -> Callable[..., Any]:
-    """Write a Python function of nodes: calls, one after the other; values go when nothing reads them any more."""
-    held: dict[str, Any] = {
-        f"c{i}": value for i, value in enumerate(constants.values())
-    }
-    words = {node: f"c{i}" for i, node in enumerate(constants)}
-    words |= {node: f"v{i}" for i, node in enumerate([*given, *calls])}
+    """Return a Python function of ``inputs`` that executes ``calls`` in order and returns ``outputs``.
 
-    def word(value: Any) -> str:
+    A value is deleted after the last call that reads it, to free its memory.
+    """
+    source = _FunctionSource(constants, [*inputs, *calls])
+    variables = source.variables
+    last_reader = _last_readers(calls, outputs)
+
+    lines = [f"def function({', '.join(variables[node] for node in inputs)}):"]
+    for node in calls:
+        lines.append(f"{variables[node]} = {source.call_expression(node)}")
+        finished = [
+            variables[n]
+            for n in node.all_input_nodes
+            if last_reader.get(n) is node and n not in constants
+        ]
+        if finished:
+            lines.append(f"del {', '.join(finished)}")
+    lines.append(f"return {source.expression(outputs)}")
+    exec("\n    ".join(lines), source.namespace)
+    return source.namespace["function"]
+
+
+class _FunctionSource:
+    """Python expressions for nodes and constants of a graph.
+
+    Attributes:
+        namespace: values that expressions name.
+        variables: variable of every node.
+    """
+
+    def __init__(
+        self, constants: Mapping[fx.Node, Tensor], nodes: list[fx.Node]
+    ) -> None:
+        self.namespace: dict[str, Any] = {
+            f"c{i}": value for i, value in enumerate(constants.values())
+        }
+        self.variables = {node: f"c{i}" for i, node in enumerate(constants)}
+        self.variables |= {node: f"v{i}" for i, node in enumerate(nodes)}
+
+    def expression(self, value: Any) -> str:
+        """Return the expression of a node, of a list of values, or of a new constant."""
         if isinstance(value, fx.Node):
-            return words[value]
+            return self.variables[value]
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(word, value))}]"
-        held[name := f"k{len(held)}"] = value
+            return f"[{', '.join(map(self.expression, value))}]"
+        name = f"k{len(self.namespace)}"
+        self.namespace[name] = value
         return name
 
-    kept = {value for value in returned if isinstance(value, fx.Node)}
-    last = {
-        read: node
-        for node in calls
-        for read in node.all_input_nodes
-        if read not in kept
-    }
-    lines = [f"def function({', '.join(words[node] for node in given)}):"]
+    def call_expression(self, node: fx.Node) -> str:
+        """Return the expression of a call."""
+        function = FAST_CALLS.get(str(node.target), node.target)
+        arguments = [self.expression(x) for x in node.args]
+        arguments += [f"{name}={self.expression(x)}" for name, x in node.kwargs.items()]
+        if function is None:
+            return arguments[0]
+        return f"{self.expression(getattr(function, '_op', function))}({', '.join(arguments)})"
+
+
+def _last_readers(
+    calls: list[fx.Node], outputs: Sequence[Any]
+) -> dict[fx.Node, fx.Node]:
+    """Return the last call that reads each node, except for nodes that are returned."""
+    output_nodes = {value for value in outputs if isinstance(value, fx.Node)}
+    last_reader = {}
     for node in calls:
-        quick = QUICK.get(str(node.target), node.target)
-        arguments = [word(x) for x in node.args] + [
-            f"{name}={word(x)}" for name, x in node.kwargs.items()
-        ]
-        done = (
-            arguments[0]
-            if quick is None
-            else f"{word(getattr(quick, '_op', quick))}({', '.join(arguments)})"
-        )
-        lines.append(f"{words[node]} = {done}")
-        if gone := [
-            words[n]
-            for n in node.all_input_nodes
-            if last.get(n) is node and n not in constants
-        ]:
-            lines.append(f"del {', '.join(gone)}")
-    exec("\n    ".join([*lines, f"return {word(returned)}"]), held)
-    return held["function"]
+        for operand in node.all_input_nodes:
+            if operand not in output_nodes:
+                last_reader[operand] = node
+    return last_reader

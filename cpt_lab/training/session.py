@@ -1,4 +1,8 @@
-"""The set-up of a run and its optimizer step: one for training, the range test and calibration."""
+"""Set-up of a run and its optimizer step, which training, the range test and step timing share.
+
+``quant_config`` translates a recipe into a quantisation config. ``Session`` builds task, model, optimizer and scheduler
+of a spec; ``Session.step`` executes an optimizer step, on a GPU by replaying a CUDA graph once steps repeat.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -20,62 +24,78 @@ from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.training import processes
+from cpt_lab.training import process_group
 from cpt_lab.training.cuda_graphs import Capture, CudaRecorder, unsupported_reason
-from cpt_lab.training.device import arithmetic, check_arithmetic, lay_out
+from cpt_lab.training.device import arithmetic, check_arithmetic, set_memory_format
 
-if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
+if TYPE_CHECKING:  # the range test of a user's model needs no task and none of the libraries that tasks import
     from cpt_lab.tasks.base import Task
 
 
 def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
-    """Return what a recipe quantises, and how."""
-    base, start, ladder = (
-        QUANT_PRESETS[recipe.quantized],
-        recipe.running_start,
-        LADDERS[recipe.ladder],
-    )
-    sums = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
-    attention = "paper" if recipe.task == "entailment" else base.attention
+    """Return the quantisation config of a recipe."""
+    preset = QUANT_PRESETS[recipe.quantized]
+    aggregation = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
+    attention = "paper" if recipe.task == "entailment" else preset.attention
     config = QuantConfig(
-        base.float32,
-        base.quantizers,
-        start,
+        preset.float32,
+        preset.quantizers,
+        recipe.running_start,
         seed,
-        sums,
+        aggregation,
         recipe.execution,
-        ladder,
+        LADDERS[recipe.ladder],
         attention,
     )
     return config.with_shared_steps() if recipe.shared_steps else config
 
 
-def constants_of(precision: LayerPrecision) -> tuple[Any, ...]:
-    """Return what a captured step holds of a layer as constants: it serves where this is the same."""
+def layer_constants(precision: LayerPrecision) -> tuple[Any, ...]:
+    """Return the settings of a layer that a captured step holds as constants.
+
+    A recorded step can replace another one if these settings are equal.
+    """
     active = precision.active_bits
-    requested = getattr(active, "requested", ())  # on a ladder
+    requested = getattr(
+        active, "requested", ()
+    )  # only layers with a format ladder have it
     formats = () if all(q is None or q.plain for q in requested) else requested
-    caches_by_bits = precision.kind == "graph" and (
+    # Graph layers cache what they compute of constant features, for every number of bits.
+    has_caches = precision.kind == "graph" and (
         "aggregation" in precision.quantizers or precision.execution != "simulated"
     )
-    by_bits = caches_by_bits and precision.active_bits.formats.activation
-    executes = precision.execution != "simulated" and (
+    cached_bits = has_caches and precision.active_bits.formats.activation
+    # Numbers of more bits than int8 holds are simulated in any case.
+    int8_roles = precision.execution != "simulated" and (
         precision.int8_operands,
         precision.int8_gradient,
     )
     are_quantized = tuple(f is not None for f in active.formats)
-    return are_quantized, active.splits_gradient, formats, by_bits, executes
+    return are_quantized, active.splits_gradient, formats, cached_bits, int8_roles
 
 
 class Session:
-    """A spec with everything that trains it. Initial weights depend on its seed alone.
+    """Everything that trains a spec: task, model, optimizer, scheduler. Initial weights depend on its seed alone.
 
     Args:
-        task_class: as ``task_of`` returns it.
-        stand_in: random data of the same shapes instead of the task's own.
+        task_class: task class of the spec, as ``load_task_class`` returns it.
+        spec: what is trained.
+        device: device to train on.
+        stand_in: use random data of the same shapes instead of the task's own.
+
+    Attributes:
+        arithmetic: context manager of a forward pass, in training and evaluation.
+        metric: main metric of the task.
+        parallel: module that a step calls: the model, or its DistributedDataParallel wrapper.
+        forward: function that an evaluation calls: the model, or its captured forward pass.
+        scheduler: precision scheduler, at the bits of step 0; the caller of ``step`` steps it.
+        active_levels: active bits of every layer at the last call of ``step_key``.
+        capture: records and replays steps; None where steps are not captured.
+        carry: state that the next step needs of the last one, such as the hidden state of an LSTM.
+        diverged: 1 once a loss was not finite, else 0: float32, 0-d on the device, as fused optimizers need it.
 
     Raises:
-        ValueError: on a GPU, for a task whose optimizer is not fused: the others cannot leave a step out by themselves.
+        ValueError: on a GPU, for a task whose optimizer is not fused: only fused ones can skip a step by themselves.
     """
 
     def __init__(
@@ -88,103 +108,87 @@ class Session:
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         check_arithmetic(spec.recipe, self.device)
-        self.arithmetic = partial(
-            arithmetic, spec.recipe, self.device
-        )  # a forward pass, in training and evaluation
+        self.arithmetic = partial(arithmetic, spec.recipe, self.device)
         torch.manual_seed(spec.seed)
         self.task = task_class(spec, self.device, stand_in)
-        self.metric = EXPERIMENTS[spec.recipe.task].metric  # the main one
+        self.metric = EXPERIMENTS[spec.recipe.task].metric
         self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
-        lay_out(self.model, spec.recipe)
-        self.parallel: nn.Module = (
-            self.model
-        )  # or what steps call where several processes train
+        set_memory_format(self.model, spec.recipe)
+        self.parallel: nn.Module = self.model
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
-        # at the bits of step 0; whoever trains through the schedule steps it
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self._layers = list(all_precisions(self.model).values())
         for layer in self._layers:
             # The loss of the paper's recipe cannot be scaled, so small gradients need no warning.
             layer.awaits_first_gradient = False
-        self.active_levels: list[
-            Any
-        ] = []  # of every layer, when ``kind`` was asked last
-        self.capture: Capture | None = None  # records the step and replays it
+        self.active_levels: list[Any] = []
+        self.capture: Capture | None = None
         self._captures: list[Capture] = []
-        self.forward: Any = (
-            self.model
-        )  # what an evaluation calls: the model, or what replays it
-        reason = (
-            "several processes"
-            if processes.count() > 1
-            else unsupported_reason(self.device, self.task.fixed_shape)
-        )
-        if not reason:
-            self.capture = Capture(
-                self._advance,
-                CudaRecorder(self.device),
-                self.kind,
-                self.model.parameters(),
+        self.forward: Any = self.model
+        if process_group.size() > 1:
+            self._unsupported_reason = "several processes"
+        else:
+            self._unsupported_reason = unsupported_reason(
+                self.device, self.task.fixed_shape
             )
-            answers = Capture(
-                lambda given, _: (self.model(*given), None),
-                CudaRecorder(self.device),
-                self.kind,
-            )
-            self.forward, self._captures = (
-                lambda *given: answers(given, None)[0],
-                [self.capture, answers],
-            )
-            self.lr = torch.zeros((), device=self.device)
-            self.optimizer.register_load_state_dict_post_hook(
-                lambda _: self.reset()
-            )  # its state was exchanged
-        self._why_not = reason
-        self._on_device = (
-            self.device.type != "cpu" or self.capture is not None
-        )  # the step asks nothing of the host
+        if not self._unsupported_reason:
+            self._set_up_capture()
+        # On a device a step never waits for the host.
+        self._on_device = self.device.type != "cpu" or self.capture is not None
         self.reset()
 
+    def _set_up_capture(self) -> None:
+        """Capture training steps and evaluation passes."""
+        self.capture = Capture(
+            self._advance,
+            CudaRecorder(self.device),
+            self.step_key,
+            self.model.parameters(),
+        )
+        evaluation = Capture(
+            lambda inputs, _: (self.model(*inputs), None),
+            CudaRecorder(self.device),
+            self.step_key,
+        )
+        self.forward = lambda *inputs: evaluation(inputs, None)[0]
+        self._captures = [self.capture, evaluation]
+        self.lr = torch.zeros((), device=self.device)
+        # Loading a state exchanges the tensors that a recording reads.
+        self.optimizer.register_load_state_dict_post_hook(lambda _: self.reset())
+
     @property
-    def why_not_captured(self) -> str:
-        """Why steps are not replayed, "" where they are or will be."""
-        return self.capture.why_not if self.capture else self._why_not
+    def uncaptured_reason(self) -> str:
+        """Reason why steps are not replayed, "" if they are or will be."""
+        return self.capture.failure_reason if self.capture else self._unsupported_reason
 
     @property
     def captured(self) -> int:
-        """Steps that were replayed so far."""
+        """Number of steps that were replayed so far."""
         return self.capture.replayed if self.capture else 0
 
-    def kind(self) -> tuple[Any, ...]:
-        """What a step depends on besides tensors: what is computed of constant features is kept for every q.
-
-        And more bits than codes have are simulated in any case.
-        """
-        if self.active_levels != (now := [p.active_bits for p in self._layers]):
-            parts = [constants_of(p) for p in self._layers]
-            self.active_levels, self._kind = now, tuple(parts)
-        return self._kind
+    def step_key(self) -> tuple[Any, ...]:
+        """Return what a step depends on besides tensors: the ``layer_constants`` of all layers."""
+        levels = [p.active_bits for p in self._layers]
+        if self.active_levels != levels:
+            constants = [layer_constants(p) for p in self._layers]
+            self.active_levels, self._step_key = levels, tuple(constants)
+        return self._step_key
 
     def batches(self, start: int) -> Iterator[Any]:
-        """Yield the batches from step ``start`` on, of each the part of this process."""
-        alone = processes.count() == 1
-        return (
-            self.task.batches(start)
-            if alone
-            else self.task.shared_batches(start, processes.share)
-        )
+        """Yield this process's part of every batch from step ``start`` on."""
+        if process_group.size() == 1:
+            return self.task.batches(start)
+        return self.task.shared_batches(start, process_group.local_part)
 
     def reset(self) -> None:
-        """Forget what steps leave for the next one, apart from what is trained."""
-        self.carry: Any = None  # what the next step needs of the last one, such as the hidden state of an LSTM
-        # 1 once a loss was not finite, else 0: float32, 0-d on the device, as fused optimizers want it
+        """Clear the carried state, the divergence flag and all recordings; weights and optimizer state stay."""
+        self.carry: Any = None
         self.diverged = torch.zeros((), device=self.device)
         for capture in self._captures:
             capture.reset()
-        if (
-            self.capture is not None
-        ):  # the optimizer reads its learning rate, and counts its steps, on the device
+        if self.capture is not None:
+            # A captured optimizer reads its learning rate, and counts its steps, on the device.
             for group in self.optimizer.param_groups:
                 group["lr"], group["fused"] = self.lr, True
                 if "capturable" in group:
@@ -194,17 +198,17 @@ class Session:
                 raise ValueError(
                     f"on {self.device} a task's optimizer must be fused, got {self.optimizer}"
                 )
-            self.optimizer.found_inf = self.diverged  # type: ignore[attr-defined]  # as GradScaler tells optimizers
+            # GradScaler uses this attribute to tell fused optimizers to skip a step.
+            self.optimizer.found_inf = self.diverged  # type: ignore[attr-defined]
 
     def step(self, batch: Any, lr: float) -> Tensor:
-        """Do one optimizer step at the bits in force and return the loss, (0-d) on the device.
+        """Execute one optimizer step at the active bits; return the loss (0-d, on the device).
 
-        From the first loss that is not finite on, no weight changes any more. Nothing here waits for a GPU: there the
-        optimizer is called all the same, and reads on the device whether to do anything.
+        After the first loss that is not finite, no weight changes any more. Nothing here waits for a GPU: there the
+        optimizer is always called, and reads on the device whether to skip the update.
         """
-        if (
-            self.capture is None or not self.model.training
-        ):  # an evaluation may have come before
+        # An evaluation may have come before.
+        if self.capture is None or not self.model.training:
             self.model.train()
         if self.capture is not None:
             self.lr.fill_(lr)
@@ -216,10 +220,10 @@ class Session:
         return loss
 
     def _advance(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
-        """Forward, backward and update: the loss of a batch, and what the next step needs."""
+        """Execute forward pass, backward pass and update; return the loss and the state for the next step."""
         with self.arithmetic():
             loss, carry = self.task.loss(self.parallel, batch, carry)
-        value = processes.mean(loss.detach())
+        value = process_group.mean(loss.detach())
         self.diverged.logical_or_(~value.isfinite())
         if self._on_device or not self.diverged:
             loss.backward()

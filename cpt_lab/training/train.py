@@ -1,10 +1,13 @@
-"""One training loop for all tasks: quantised training under a precision schedule, checkpointed and resumable.
+"""Training loop of all tasks: quantised training under a precision schedule, with checkpoints from which it resumes.
+
+``training_steps`` is the loop as a generator, which ``train`` runs to its end and ``batched_runs`` interleaves with
+others; ``evaluate`` measures a model at a stated precision.
 
 >>> from cpt_lab.experiments.registry import recipe
 >>> from cpt_lab.experiments.spec import run_spec
->>> from cpt_lab.tasks.base import task_of
+>>> from cpt_lab.tasks.base import load_task_class
 >>> spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
->>> train(task_of(spec), spec).status
+>>> train(load_task_class(spec), spec).status
 'ok'
 """
 
@@ -28,37 +31,47 @@ from cpt_extras.files import nan_to_none
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.data.report import DataReport
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.training import processes
-from cpt_lab.training.batched_runs import RunRequest, Steps, alone
-from cpt_lab.training.checkpoint import State, resume, save_checkpoint
+from cpt_lab.training import process_group
+from cpt_lab.training.batched_runs import RunSteps, StepRequest, run_alone
+from cpt_lab.training.checkpoint import RunState, resume, save_checkpoint
 from cpt_lab.training.session import Session
 
 if TYPE_CHECKING:
     from cpt_lab.tasks.base import Task
 
-READ_EVERY = 50  # optimizer steps whose losses a GPU keeps until they are read together: reading waits for it
+LOSS_READ_INTERVAL = 50  # optimizer steps after which losses are read together, as reading one waits for the GPU
+MAX_NAMES_IN_ERROR = 3  # metrics and weights that the error of a diverged run names
 log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """A run was asked to stop and has written its checkpoint."""
+    """Signal that a run was asked to stop and has written its checkpoint."""
 
 
 @dataclass(kw_only=True)
-class Run(State):
-    """The result of a training run: its last state, and what came of it."""
+class Run(RunState):
+    """Result of a training run: its last state, metrics, cost, and the data that it used.
 
-    spec: RunSpec  # what was run
-    # one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the ``precision``
-    # ("q_max" or "current") and ``bits`` of the evaluation
+    Attributes:
+        spec: what was run.
+        metrics: one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the
+            ``precision`` ("q_max" or "current") and ``bits`` of the evaluation.
+        bitops: BitOps of the steps that ran, by convention.
+        model: the trained model, still converted.
+        title: title of the data.
+        checksum: checksum of the data.
+        uncaptured_reason: why steps were not replayed, or "".
+        report: what was read, left out and changed of the data.
+    """
+
+    spec: RunSpec
     metrics: list[dict[str, Any]]
-    bitops: dict[str, float]  # BitOps of the steps that ran, by convention
-    model: nn.Module  # the trained model, still converted
-    # title, checksum: of the data
+    bitops: dict[str, float]
+    model: nn.Module
     title: str
     checksum: str
-    why_not_captured: str  # why steps were not replayed, or ""
-    report: DataReport  # what was read, left out and changed of the data
+    uncaptured_reason: str
+    report: DataReport
 
     def metric(
         self,
@@ -67,20 +80,26 @@ class Run(State):
         when: str = "final",
         precision: str = "q_max",
     ) -> float:
-        """Return one metric; KeyError when the run has no such number."""
-        wanted = {"name": name, "split": split, "when": when, "precision": precision}
-        for m in self.metrics:
-            if all(m[k] == v for k, v in wanted.items()):
-                return m["value"]
-        raise KeyError(f"no metric {wanted}")
+        """Return the value of one metric; KeyError when the run has no such number."""
+        key = {"name": name, "split": split, "when": when, "precision": precision}
+        for row in self.metrics:
+            if all(row[column] == value for column, value in key.items()):
+                return row["value"]
+        raise KeyError(f"no metric {key}")
 
 
 def train(task_class: "type[Task]", spec: RunSpec, **options: Any) -> Run:
-    """Train one run from start to end and return its result; ``options`` are those of ``steps_of``."""
-    return alone(steps_of(task_class, spec, **options))
+    """Train one run from start to end; return its result.
+
+    Args:
+        task_class: task class of the spec, as ``load_task_class`` returns it.
+        spec: what is trained.
+        **options: keyword arguments of ``training_steps``.
+    """
+    return run_alone(training_steps(task_class, spec, **options))
 
 
-def steps_of(
+def training_steps(
     task_class: "type[Task]",
     spec: RunSpec,
     *,
@@ -89,243 +108,322 @@ def steps_of(
     checkpoint_seconds: float = 60.0,
     on_step: Callable[[int, nn.Module, float], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> Steps[Run]:
-    """Train one run from start to end: all but its optimizer steps, which it asks for, see ``together``.
+) -> RunSteps[Run]:
+    """Train one run as a generator: it yields a request for every optimizer step and returns the result.
 
     Initial weights, data order and augmentation depend on the seed alone, so the arms of one seed are paired.
 
     Args:
-        task_class: as ``task_of`` returns it.
-        checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit; one that is damaged is set
-            aside. It is written every ``checkpoint_seconds`` and left there, as is the one before it, also when the
-            run raises: remove both when the result is safe. None keeps none.
+        task_class: task class of the spec, as ``load_task_class`` returns it.
+        spec: what is trained.
+        device: device to train on.
+        checkpoint: a file. If it exists, the run resumes from it, on the CPU bit for bit; a damaged one is set aside.
+            It is written every ``checkpoint_seconds`` and left there, as is the one before it, also when the run
+            raises: remove both when the result is stored. None writes none.
+        checkpoint_seconds: seconds between two checkpoints.
         on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes; every loss is then read at once.
-        should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
+        should_stop: called after every step; if it returns True, the checkpoint is written and ``Stopped`` raised.
 
     Paper: section 4 (all experiments share this loop).
     """
-    make, recipe = partial(Session, task_class, spec, device), spec.recipe
-    session, state = (
-        (make(), State()) if checkpoint is None else resume(checkpoint, make)
-    )
-    if state.step:
-        log.info("goes on from step %d of %d", state.step, recipe.steps)
+    loop = _TrainingLoop(task_class, spec, device, checkpoint, checkpoint_seconds)
+    session, state, recipe = loop.session, loop.state, spec.recipe
+    read_every_loss = session.device.type == "cpu" or on_step is not None
 
-    if processes.count() > 1:
-        session.parallel = nn.parallel.DistributedDataParallel(session.model)
-        if (
-            processes.rank() and not state.step
-        ):  # what is dropped out is another thing in every process
-            torch.manual_seed(spec.seed + (processes.rank() << 32))
-
-    def assessed(work: Callable[[Session, State], Any]) -> Any:
-        found, state.status, state.error = processes.by_first(
-            lambda: (work(session, state), state.status, state.error)
-        )
-        return found
-
-    look = partial(assessed, partial(assess, policy=recipe.eval_bits))
-    saved = time.monotonic()
-    started, captured = saved - state.seconds, state.captured
-    losses: list[Tensor] = []  # of the last steps, not read yet
-    at_once = session.device.type == "cpu" or on_step is not None
     while state.step < recipe.steps:
         lr = session.lr_at(state.step, state.history["evaluations"])
-        asked = time.monotonic()
-        loss, seconds = yield RunRequest(session, state.step, lr)
-        losses.append(loss)
-        started += (
-            time.monotonic() - asked - seconds
-        )  # what others did meanwhile is no time of this run
-        entries = {
-            "step": state.step,
-            "bits": max(session.scheduler.get_last_bits()),
-            "lr": lr,
-        }
-        for column, entry in entries.items():
-            state.history[column].append(entry)
-        done = state.step + 1
-        evaluates = (
+        request_time = time.monotonic()
+        loss, seconds = yield StepRequest(session, state.step, lr)
+        # Time that other runs took meanwhile does not count for this run.
+        loop.start_time += time.monotonic() - request_time - seconds
+        loop.record_step(loss, lr)
+
+        steps_done = state.step + 1
+        evaluates = bool(
             recipe.evaluate_every
-            and done % recipe.evaluate_every == 0
-            and done < recipe.steps
+            and steps_done % recipe.evaluate_every == 0
+            and steps_done < recipe.steps
         )
-        stop = should_stop is not None and should_stop()
-        saves = checkpoint is not None and (
-            stop or time.monotonic() - saved > checkpoint_seconds
-        )
-        stop, saves = map(any, zip(*processes.gathered((stop, saves)), strict=True))
-        if (
-            at_once
-            or evaluates
-            or stop
-            or saves
-            or done == recipe.steps
-            or len(losses) == READ_EVERY
-        ):
-            read(losses, state)
+        stops, saves = loop.agree_to_stop_or_save(should_stop)
+        is_last = steps_done == recipe.steps
+        reads_losses = read_every_loss or evaluates or stops or saves or is_last
+        if reads_losses or len(loop.unread_losses) == LOSS_READ_INTERVAL:
+            read_losses(loop.unread_losses, state)
             if state.status != "ok":
                 break
+
         session.scheduler.step()
-        state.step = done
+        state.step = steps_done
         if on_step is not None:
             on_step(state.step - 1, session.model, state.history["loss"][-1])
         if evaluates:
-            found = look()
-            state.history["evaluations"].append(found)
-            log.info(
-                "step %d of %d: loss %.4f, %s",
-                state.step,
-                recipe.steps,
-                state.history["loss"][-1],
-                found,
-            )
+            loop.evaluate()
             if state.status != "ok":
                 break
-        state.seconds, state.captured = (
-            time.monotonic() - started,
-            captured + session.captured,
-        )
-        if checkpoint is not None and saves:
-            try:
-                save_checkpoint(checkpoint, session, state)
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # torch raises RuntimeError when the disk is full
-                # the run may still end well, and the last checkpoint is still there
-                log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
-            saved = time.monotonic()
-        if stop:
+        loop.update_totals()
+        if saves:
+            loop.save()
+        if stops:
             raise Stopped(f"at step {state.step} of {recipe.steps}")
 
-    # the last evaluation is not in the loop, so that a run which died after its last step needs no other one
-    if state.status == "ok":
-        state.history["evaluations"].append(look())
-    metrics = assessed(metrics_of)
-    state.seconds, state.captured = (
-        time.monotonic() - started,
-        captured + session.captured,
-    )
-    return Run(
-        **vars(state),
-        spec=spec,
-        metrics=metrics,
-        model=session.model,
-        title=session.task.title,
-        bitops=processes.by_first(
-            partial(bitops_of, session)
-        ),  # takes its time too, which is none of training
-        checksum=session.task.data.checksum,
-        why_not_captured=session.why_not_captured,
-        report=session.task.data.report,
-    )
+    return loop.finish()
 
 
-def read(losses: list[Tensor], state: State) -> None:
-    """Move the losses of the last steps from the device into the history, the one at ``state.step`` last.
+class _TrainingLoop:
+    """State of a training loop, and the parts of it that need no optimizer step.
 
-    The run ends at the first one that is not finite, as if nothing had come after it: that step is in the history, but
-    it is no step done.
+    Attributes:
+        session: set-up of the run.
+        state: progress and history.
+        start_time: time at which the run would have started, had it run without interruption.
+        unread_losses: losses of the last steps, still on the device.
+    """
+
+    def __init__(
+        self,
+        task_class: "type[Task]",
+        spec: RunSpec,
+        device: str | torch.device,
+        checkpoint: Path | None,
+        checkpoint_seconds: float,
+    ) -> None:
+        self.spec, self.checkpoint, self.checkpoint_seconds = (
+            spec,
+            checkpoint,
+            checkpoint_seconds,
+        )
+        make_session = partial(Session, task_class, spec, device)
+        if checkpoint is None:
+            self.session, self.state = make_session(), RunState()
+        else:
+            self.session, self.state = resume(checkpoint, make_session)
+        if self.state.step:
+            log.info("goes on from step %d of %d", self.state.step, spec.recipe.steps)
+
+        if process_group.size() > 1:
+            self.session.parallel = nn.parallel.DistributedDataParallel(
+                self.session.model
+            )
+            # Every process draws its own dropout masks.
+            if process_group.rank() and not self.state.step:
+                torch.manual_seed(spec.seed + (process_group.rank() << 32))
+
+        self._save_time = time.monotonic()
+        self.start_time = self._save_time - self.state.seconds
+        self._captured_before = self.state.captured
+        self.unread_losses: list[Tensor] = []
+
+    def record_step(self, loss: Tensor, lr: float) -> None:
+        """Add a step to the history; its loss is read later."""
+        self.unread_losses.append(loss)
+        entries = {
+            "step": self.state.step,
+            "bits": max(self.session.scheduler.get_last_bits()),
+            "lr": lr,
+        }
+        for column, entry in entries.items():
+            self.state.history[column].append(entry)
+
+    def agree_to_stop_or_save(
+        self, should_stop: Callable[[], bool] | None
+    ) -> tuple[bool, bool]:
+        """Return whether to stop, and whether to write a checkpoint: if any of the processes does."""
+        stops = should_stop is not None and should_stop()
+        is_due = stops or time.monotonic() - self._save_time > self.checkpoint_seconds
+        saves = self.checkpoint is not None and is_due
+        all_stops, all_saves = zip(*process_group.gather((stops, saves)), strict=True)
+        return any(all_stops), any(all_saves)
+
+    def evaluate(self) -> None:
+        """Evaluate with the bits of the recipe; add the evaluation to the history."""
+        evaluation = self._on_first(
+            partial(evaluate_and_check, policy=self.spec.recipe.eval_bits)
+        )
+        self.state.history["evaluations"].append(evaluation)
+        if self.state.step < self.spec.recipe.steps:
+            log.info(
+                "step %d of %d: loss %.4f, %s",
+                self.state.step,
+                self.spec.recipe.steps,
+                self.state.history["loss"][-1],
+                evaluation,
+            )
+
+    def _on_first(self, work: Callable[[Session, RunState], Any]) -> Any:
+        """Call ``work`` in the first process; return its result and take over the status in all processes."""
+        state = self.state
+        value, state.status, state.error = process_group.run_on_first(
+            lambda: (work(self.session, state), state.status, state.error)
+        )
+        return value
+
+    def update_totals(self) -> None:
+        """Update the time and the number of captured steps."""
+        self.state.seconds = time.monotonic() - self.start_time
+        self.state.captured = self._captured_before + self.session.captured
+
+    def save(self) -> None:
+        """Write a checkpoint; log an error where that fails, as the run may still end well without one."""
+        if self.checkpoint is None:
+            return
+        try:
+            save_checkpoint(self.checkpoint, self.session, self.state)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch raises RuntimeError when the disk is full
+            log.error(
+                "step %d: cannot write %s: %s", self.state.step, self.checkpoint, error
+            )
+        self._save_time = time.monotonic()
+
+    def finish(self) -> Run:
+        """Evaluate for the last time, unless the run has diverged; return its result.
+
+        This evaluation is not part of the loop, so a run that died after its last step repeats no other one.
+        """
+        if self.state.status == "ok":
+            self.evaluate()
+        metrics = self._on_first(final_metrics)
+        self.update_totals()
+
+        # Counting BitOps takes time, too, which is not part of the training time.
+        bitops = process_group.run_on_first(partial(run_bitops, self.session))
+        return Run(
+            **vars(self.state),
+            spec=self.spec,
+            metrics=metrics,
+            model=self.session.model,
+            title=self.session.task.title,
+            bitops=bitops,
+            checksum=self.session.task.data.checksum,
+            uncaptured_reason=self.session.uncaptured_reason,
+            report=self.session.task.data.report,
+        )
+
+
+def read_losses(losses: list[Tensor], state: RunState) -> None:
+    """Move the losses of the last steps from the device into the history; mark a run that has diverged.
+
+    The last loss is that of step ``state.step``. The run ends at the first loss that is not finite: that step is in the
+    history, but does not count as done, and later ones are removed.
     """
     values = torch.stack(losses).tolist()
     losses.clear()
-    end = next(
-        (i for i, value in enumerate(values, 1) if not math.isfinite(value)), None
-    )
-    if end is not None:
-        late = len(values) - end
+    count_until_divergence = None
+    for count, value in enumerate(values, 1):
+        if not math.isfinite(value):
+            count_until_divergence = count
+            break
+    if count_until_divergence is not None:
+        late = len(values) - count_until_divergence
         state.step -= late
         state.diverge("the training loss")
         for column in ("step", "bits", "lr"):
             del state.history[column][state.step + 1 :]
-        del values[end:]
+        del values[count_until_divergence:]
     state.history["loss"] += values
 
 
 # --- evaluation at a stated precision, and the numbers of a finished run --------------------------
 def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
-    """Evaluate both splits after ``step`` steps at one precision ("q_max" or "current"); the row says which.
+    """Evaluate all splits after ``step`` steps at the precision of a policy ("q_max" or "current").
 
-    ``bits`` of a layered schedule are the highest of any layer. A metric that is not finite is None, and
-    ``not_finite`` then names it, or the weights that are not: an evaluation may be blind to them.
+    Returns:
+        step, precision, bits (the highest of any layer for a layered schedule) and the metrics of every split. A metric
+        that is not finite is None, and ``not_finite`` names it, as it names weights that are not finite: an evaluation
+        may be blind to them.
     """
     spec, last = session.spec, min(step, session.spec.recipe.steps) - 1
     bits = spec.q_max if policy == "q_max" else spec.schedule(last)
-    by_layer = (
-        policy != "q_max"
-        and isinstance(spec.schedule, LayeredSchedule)
-        and spec.schedule.at(last)
-    )
+    bits_by_layer = None
+    if policy != "q_max" and isinstance(spec.schedule, LayeredSchedule):
+        bits_by_layer = spec.schedule.at(last)
+
     session.model.eval()
-    with precision(session.model, bits=by_layer or bits), session.arithmetic():
-        found = session.task.evaluate(session.forward)
-    kept = session.model.state_dict().items()
-    lost = [
-        name
-        for name, x in kept
-        if x.is_floating_point() and not bool(x.isfinite().all())
-    ]
-    row = {"step": step, "precision": policy, "bits": bits, **nan_to_none(found, lost)}
-    return {**row, "not_finite": lost} if lost else row
+    with precision(session.model, bits=bits_by_layer or bits), session.arithmetic():
+        metrics = session.task.evaluate(session.forward)
+
+    not_finite = []
+    for name, value in session.model.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            not_finite.append(name)
+    row = {
+        "step": step,
+        "precision": policy,
+        "bits": bits,
+        **nan_to_none(metrics, not_finite),
+    }
+    return {**row, "not_finite": not_finite} if not_finite else row
 
 
-def assess(session: Session, state: State, policy: str) -> dict[str, Any]:
-    """Return an evaluation of now; where anything of it is not finite, the run has diverged."""
-    found = evaluate(session, state.step, policy)
-    if lost := found.get("not_finite"):
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        state.diverge(f"the evaluation at {policy}: {', '.join(lost[:3])}{more}")
-    return found
+def evaluate_and_check(
+    session: Session, state: RunState, policy: str
+) -> dict[str, Any]:
+    """Return an evaluation of the current weights; mark the run as diverged if anything in it is not finite."""
+    evaluation = evaluate(session, state.step, policy)
+    names = evaluation.get("not_finite")
+    if names:
+        listed = ", ".join(names[:MAX_NAMES_IN_ERROR])
+        if len(names) > MAX_NAMES_IN_ERROR:
+            listed += f" and {len(names) - MAX_NAMES_IN_ERROR} more"
+        state.diverge(f"the evaluation at {policy}: {listed}")
+    return evaluation
 
 
-def metrics_of(session: Session, state: State) -> list[dict[str, Any]]:
-    """Final numbers at q_max and at the current bits, and the test number at the best evaluation.
+def final_metrics(session: Session, state: RunState) -> list[dict[str, Any]]:
+    """Return final metrics at q_max and at the current bits, and the test metric at the best evaluation.
 
-    None of a run that has diverged, which may be seen only now.
+    A run that has diverged, which its last evaluation may be the first to show, has none.
     """
     if state.status != "ok":
         return []
-    rows = []
     last = state.history["evaluations"][-1]
-    finals = {last["precision"]: last}
-    other = "current" if last["precision"] == "q_max" else "q_max"
-    finals[other] = assess(session, state, other)
+    final_evaluations = {last["precision"]: last}
+    other_policy = "current" if last["precision"] == "q_max" else "q_max"
+    final_evaluations[other_policy] = evaluate_and_check(session, state, other_policy)
     if state.status != "ok":
         return []
+
+    rows = []
     for policy in ("q_max", "current"):
         for split in ("valid", "test"):
-            for name, value in finals[policy].get(split, {}).items():
-                rows.append(_metric(name, split, "final", finals[policy], value))
-    # chosen on held-out data; without any, on the test set, and then it is called so
+            for name, value in final_evaluations[policy].get(split, {}).items():
+                rows.append(
+                    _metric_row(name, split, "final", final_evaluations[policy], value)
+                )
+
+    # The best evaluation is chosen on held-out data; without any, on the test set, and is then named so.
     split = "valid" if "valid" in last else "test"
     metric = session.metric
     best = max(
         state.history["evaluations"],
-        key=lambda e: metric.better * e[split][metric.name],
+        key=lambda evaluation: metric.better * evaluation[split][metric.name],
     )
     rows.append(
-        _metric(metric.name, "test", f"best_{split}", best, best["test"][metric.name])
+        _metric_row(
+            metric.name, "test", f"best_{split}", best, best["test"][metric.name]
+        )
     )
     return rows
 
 
-def _metric(
+def _metric_row(
     name: str, split: str, when: str, evaluation: dict[str, Any], value: float
 ) -> dict[str, Any]:
-    where = {column: evaluation[column] for column in ("step", "precision", "bits")}
-    return {"name": name, "split": split, "when": when, **where, "value": value}
+    origin = {column: evaluation[column] for column in ("step", "precision", "bits")}
+    return {"name": name, "split": split, "when": when, **origin, "value": value}
 
 
-def bitops_of(session: Session) -> dict[str, float]:
-    """BitOps of the whole run, from the first batches of the task."""
+def run_bitops(session: Session) -> dict[str, float]:
+    """Return the BitOps of the whole run by convention, counted on the first batches of the task."""
     task, model, spec = session.task, session.model, session.spec
     model.train()
     batches = list(itertools.islice(task.batches(0), task.cost_batches))
 
     plans = [
-        count_bitops(model, task.inputs(b), spec.schedule, q_grad=spec.q_grad)
-        for b in batches
+        count_bitops(model, task.inputs(batch), spec.schedule, q_grad=spec.q_grad)
+        for batch in batches
     ]
     return {
         name: sum(plan.by_convention[name] for plan in plans) / len(plans)

@@ -6,7 +6,7 @@ import pytest
 from cpt_lab.analysis import int8_comparison, report, run_groups
 from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.session import Session
 from tests.helpers import row_of, smoke_spec
 
@@ -58,7 +58,7 @@ def test_a_recipe_says_how_its_products_are_computed(how, shared):
     spec = smoke_spec("digits", execution=how, shared_steps=shared)
     layers = [
         m.precision
-        for m in Session(task_of(spec), spec).model.modules()
+        for m in Session(load_task_class(spec), spec).model.modules()
         if hasattr(m, "precision")
     ]
     assert layers

@@ -23,7 +23,7 @@ from cpt_lab.data.entailment import load_entailment
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.graphs import load_graph
 from cpt_lab.data.images import load_images
-from cpt_lab.data.report import NOTICES, TOPICS, DataReport, list_counts, list_some
+from cpt_lab.data.report import NOTICES, TOPICS, DataReport, list_counts, list_first
 from cpt_lab.data.text import load_text
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.tasks.base import load_data
@@ -625,7 +625,7 @@ def test_report_escapes_what_terminals_obey():
 
 
 def test_lists_of_names_and_counts_are_cut():
-    assert list_some(["a", "b"]) == "a, b"
+    assert list_first(["a", "b"]) == "a, b"
     assert list_counts({str(i): 100 - i for i in range(20)}).endswith(
         "and 8 more from 81 up"
     )

@@ -13,10 +13,10 @@ from PIL import Image
 
 from cpt_lab import data as data_sets
 from cpt_lab.data import detection
-from cpt_lab.data.detection import annotated, load_detection, scenes
-from cpt_lab.data.detection import annotated_picture as in_memory
+from cpt_lab.data.detection import annotate_image as in_memory
+from cpt_lab.data.detection import digit_scenes, load_detection, read_annotated_image
 from cpt_lab.data.detection_batches import (
-    _coin,
+    _draws_flip,
     aspect_groups,
     batches,
     evaluation_batches,
@@ -111,7 +111,7 @@ def test_splits_subsets_and_checksum(own):
         write_picture(own, name, (60, 90), [("dog", (2, 2, 20, 20))])
     write(own, boxes(test="defgh"))  # preferred to val
     some = [
-        one.picture.stem for one in load_detection(small("pets/", test_images=3)).test
+        one.image.stem for one in load_detection(small("pets/", test_images=3)).test
     ]
     assert len(some) == 3
     assert some != [*"def"]  # drawn: frames of a film stand one after the other
@@ -137,7 +137,7 @@ def test_the_folder_may_be_given_at_each_level(data_folder, where):
 
 @pytest.mark.parametrize("dataset", ["voc2007", "voc2012"])
 def test_official_layout(data_folder, dataset):
-    year, first, second = detection.VOC[dataset]
+    year, first, second = detection.VOC_SPLITS[dataset]
     folder = data_folder / "VOCdevkit" / f"VOC{year}"
     write_picture(folder, "a", objects=[("person", (1, 1, 5, 5))])
     write_picture(folder, "b", objects=[("aeroplane", (1, 1, 5, 5))])
@@ -175,10 +175,12 @@ def test_official_layout(data_folder, dataset):
 def test_bad_objects_are_refused_by_file_and_number(tmp_path, name, box, message):
     one_pixel = ("dog", (90, 60, 90, 60))
     image, xml = write_picture(tmp_path, "a", (60, 90), [one_pixel])
-    assert annotated(image, xml, ("cat", "dog")).boxes.tolist() == [[89, 59, 90, 60]]
+    assert read_annotated_image(image, xml, ("cat", "dog")).boxes.tolist() == [
+        [89, 59, 90, 60]
+    ]
     write_picture(tmp_path, "a", (60, 90), [one_pixel, (name, box)])
     with pytest.raises(ValueError, match=rf"a\.xml, object 2.*{message}"):
-        annotated(image, xml, ("cat", "dog"))
+        read_annotated_image(image, xml, ("cat", "dog"))
 
 
 def test_what_follows_a_picture_in_its_file_is_no_damage_but_its_end_is_missed_later_too(
@@ -582,7 +584,7 @@ def test_boxes_lie_where_the_size_of_the_annotation_says(
     found = loaded(
         data_folder, without("JPEGImages/a.jpg") | {"JPEGImages/a.png": out.getvalue()}
     )
-    picture = next(one for one in found.train if one.picture.name == "a.png")
+    picture = next(one for one in found.train if one.image.name == "a.png")
     x1, y1, x2, y2 = picture.boxes[0].astype(int).tolist()
     assert picture.read()[:, y1:y2, x1:x2].float().mean() == 255
     assert tuple(picture.read().shape[1:]) == picture.size == (30, 40)
@@ -612,9 +614,9 @@ def test_clipped_boxes_end_at_the_border(data_folder):
 
 
 def test_scenes_have_exact_boxes():
-    for scene in scenes("train", 40, 96):
-        ink = scene.picture[0].clone()
-        assert torch.equal(scene.picture[0], scene.picture[2])
+    for scene in digit_scenes("train", 40, 96):
+        ink = scene.image[0].clone()
+        assert torch.equal(scene.image[0], scene.image[2])
         assert 1 <= len(scene.boxes) <= 4
         for x1, y1, x2, y2 in scene.boxes.astype(int).tolist():
             part = ink[y1:y2, x1:x2]
@@ -625,13 +627,13 @@ def test_scenes_have_exact_boxes():
 
 
 def test_scenes_are_a_function_of_split_and_number():
-    again = scenes("train", 5, 96)
-    for a, b in zip(scenes("train", 3, 96), again, strict=False):
-        assert torch.equal(a.picture, b.picture)
+    again = digit_scenes("train", 5, 96)
+    for a, b in zip(digit_scenes("train", 3, 96), again, strict=False):
+        assert torch.equal(a.image, b.image)
         assert np.array_equal(a.boxes, b.boxes)
-    assert not torch.equal(again[0].picture, again[1].picture)
-    assert not torch.equal(scenes("test", 1, 96)[0].picture, again[0].picture)
-    labels = np.concatenate([s.labels for s in scenes("train", 100, 96)])
+    assert not torch.equal(again[0].image, again[1].image)
+    assert not torch.equal(digit_scenes("test", 1, 96)[0].image, again[0].image)
+    labels = np.concatenate([s.labels for s in digit_scenes("train", 100, 96)])
     assert set(labels.tolist()) == set(range(10))
 
 
@@ -704,7 +706,7 @@ def test_batches_are_a_function_of_seed_and_step(own):
 
 
 def test_mirroring_moves_the_boxes():
-    (scene,) = scenes("train", 1, 96)
+    (scene,) = digit_scenes("train", 1, 96)
     r = small("x/", flip=True, size=96, max_size=97, batch=1)
     seen = set()
     for batch in itertools.islice(batches((scene,), r, 0, 0, 0), 12):
@@ -723,7 +725,7 @@ def test_mirroring_moves_the_boxes():
 
 def test_half_of_the_pictures_are_mirrored():
     tosses = [
-        _coin(seed, epoch, index)
+        _draws_flip(seed, epoch, index)
         for seed in range(3)
         for epoch in range(10)
         for index in range(100)
@@ -756,7 +758,7 @@ def test_downloads_go_through_torchvision(data_folder, monkeypatch):
     )
     assert data_sets.download("resnet18").parent == data_folder
     url, options = asked[-1]
-    assert url.endswith(detection.WEIGHTS)
+    assert url.endswith(detection.BACKBONE_WEIGHTS_FILE)
     assert options["check_hash"]
 
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from cpt_lab import data
 from cpt_lab.data import entailment, templates
-from cpt_lab.data.entailment import LABELS, load_entailment
+from cpt_lab.data.entailment import PAIR_LABELS, load_entailment
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.registry import recipe
@@ -60,12 +60,12 @@ def write_official(folder, languages=("en", "es"), train=("en",)):
                     "label": "gold_label",
                 }
             )
-            rows["gold_label"] = [LABELS[i] for i in rows.gold_label]
+            rows["gold_label"] = [PAIR_LABELS[i] for i in rows.gold_label]
             parts.append(rows.assign(language=language, genre="", match="False"))
         (folder / "XNLI-1.0" / f"xnli.{name}.tsv").write_bytes(tsv(pd.concat(parts)))
     for language in train:
         rows = pair_rows("train", language).rename(columns={"hypothesis": "hypo"})
-        rows["label"] = [(*LABELS[:2], "contradictory")[i] for i in rows.label]
+        rows["label"] = [(*PAIR_LABELS[:2], "contradictory")[i] for i in rows.label]
         (
             folder / "XNLI-MT-1.0-part" / "multinli" / f"multinli.train.{language}.tsv"
         ).write_bytes(tsv(rows))
@@ -146,7 +146,9 @@ def test_flat_files(tmp_path, ending, valid):
 
 def test_names_of_labels_and_a_column_of_languages(tmp_path):
     def change(split, rows):
-        rows = rows.assign(label=[LABELS[i].upper() for i in rows.label], language="en")
+        rows = rows.assign(
+            label=[PAIR_LABELS[i].upper() for i in rows.label], language="en"
+        )
         return pd.concat([rows, rows.assign(language="es", premise="otra")])
 
     folder = write_flat(tmp_path / "mine", "csv", change=change)
@@ -367,7 +369,7 @@ class World:
         acts = [
             (p, v)
             for p in templates.PEOPLE
-            for v in templates.DOES
+            for v in templates.THING_VERBS
             if {p, v.removesuffix("s")} <= spoken
         ]
         self.things = [
@@ -397,7 +399,7 @@ class World:
             return {"all": all, "some": any, "no": lambda f: not any(f)}[quantifier](
                 found
             )
-        if words[1] in templates.DOES:
+        if words[1] in templates.THING_VERBS:
             who, verb, *rest = words
             least = (
                 1 if rest[0] == "some" else int(rest[2]) + 1 if rest[0] == "more" else 0
@@ -420,12 +422,15 @@ class World:
 
 
 def _line(kind):
-    return {kind, *(_line(templates.PARENT[kind]) if kind in templates.PARENT else ())}
+    return {
+        kind,
+        *(_line(templates.PARENT_KIND[kind]) if kind in templates.PARENT_KIND else ()),
+    }
 
 
 def test_labels_follow_from_what_the_words_mean():
     rng = random.Random(0)
-    leaves = [kind for kind in templates.PARENT if kind not in templates.KINDS]
+    leaves = [kind for kind in templates.PARENT_KIND if kind not in templates.SUBKINDS]
     for premise, hypothesis, label in random.Random(1).sample(
         sentence_pairs(4000), 100
     ):
@@ -441,7 +446,7 @@ def test_labels_follow_from_what_the_words_mean():
                 if len(seen) == 2:
                     break
         expected = {0: {True}, 1: {True, False}, 2: {False}}[label]
-        assert seen == expected, (premise, hypothesis, LABELS[label], seen)
+        assert seen == expected, (premise, hypothesis, PAIR_LABELS[label], seen)
 
 
 # --- facts of the report, and errors ----------------------------------------------------------------
@@ -651,7 +656,9 @@ def test_columns_of_snli_are_read(tmp_path):
     names = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 
     def change(split, rows):
-        rows = rows.assign(label=[LABELS[i] for i in rows.label], annotator_labels="x")
+        rows = rows.assign(
+            label=[PAIR_LABELS[i] for i in rows.label], annotator_labels="x"
+        )
         return rows.rename(columns=names)
 
     facts, found = told(write_flat(tmp_path / "mine", "jsonl", change=change))
@@ -675,7 +682,7 @@ def test_names_of_labels_in_a_parquet_file_are_followed(order, tmp_path):
     }
     for split in PAIRS:
         rows = pair_rows(split)
-        rows["label"] = [order.index(LABELS[i]) for i in rows.label]
+        rows["label"] = [order.index(PAIR_LABELS[i]) for i in rows.label]
         table = pyarrow.Table.from_pandas(rows)
         parquet.write_table(
             table.replace_schema_metadata({b"huggingface": json.dumps(stored)}),
@@ -733,7 +740,7 @@ def test_what_is_no_sentence_is_refused(column, value, message, tmp_path):
         return pd.read_pickle(path.with_suffix(".pkl"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entailment, "_table", table)
+        patch.setattr(entailment, "_read_table", table)
         refused(own(folder), rf"train\.csv, row 3: the {column} {message}")
 
 

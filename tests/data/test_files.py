@@ -28,18 +28,19 @@ from dataset_layouts import (
 from helpers import refused
 from PIL import Image
 
-from cpt_lab.data import common
-from cpt_lab.data.common import load_once, split_sizes, title_with_sizes, whole_numbers
+from cpt_lab.data import loading
 from cpt_lab.data.detection import load_detection
 from cpt_lab.data.entailment import load_entailment
-from cpt_lab.data.files import DataNotFoundError, check_data, fingerprint, task_of_data
+from cpt_lab.data.files import DataNotFoundError, check_data, fingerprint, task_for_data
 from cpt_lab.data.graphs import load_graph
-from cpt_lab.data.image_readers import rgb
+from cpt_lab.data.image_readers import to_rgb
 from cpt_lab.data.images import load_images
+from cpt_lab.data.loading import load_once
+from cpt_lab.data.splits import as_int64_vector, split_sizes, title_with_sizes
 from cpt_lab.data.text import SPLITS, load_text
 from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.paths import cards_dir
-from cpt_lab.tasks.base import read_whole
+from cpt_lab.tasks.base import read_all_data
 
 LOAD = {
     "image": load_images,
@@ -416,7 +417,7 @@ def test_masks_of_every_form(form, data_folder):
         [2],
         [3, 4],
     ]
-    assert found.answers.tolist() == found.labels[3:5].tolist()
+    assert found.test_labels.tolist() == found.labels[3:5].tolist()
 
 
 @pytest.mark.parametrize("size", [16, 72])  # in memory and from disk
@@ -439,7 +440,7 @@ def test_who_guesses_says_the_commonest_class_of_the_test_data(size, data_folder
         for name, file in image_folder().items()
         if name not in ("val/a/0.png", "val/a/1.png")
     }
-    assert read_whole(
+    assert read_all_data(
         own("image", own_data(data_folder, files), size=size)
     ) == pytest.approx(4 / 6)
 
@@ -453,7 +454,7 @@ def test_labels_in_a_column_and_as_whole_floats(data_folder):
         )
     )
     assert found.test.labels.tolist() == [0, 1] * 6
-    assert whole_numbers("labels", np.array([1.0, np.nan]), missing=-1).tolist() == [
+    assert as_int64_vector("labels", np.array([1.0, np.nan]), missing=-1).tolist() == [
         1,
         -1,
     ]
@@ -464,23 +465,25 @@ def test_pictures_of_every_kind_become_rgb(tmp_path):
     Image.fromarray(ramp).save(tmp_path / "deep.png")
     with Image.open(tmp_path / "deep.png") as deep:
         assert deep.mode.startswith("I;16")
-        assert np.array_equal(np.asarray(rgb(deep))[..., 0], ramp >> 8)
+        assert np.array_equal(np.asarray(to_rgb(deep))[..., 0], ramp >> 8)
     colours = Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     )
     for mode in ("RGBA", "CMYK"):
         assert np.array_equal(
-            np.asarray(rgb(colours.convert(mode))), np.asarray(colours)
+            np.asarray(to_rgb(colours.convert(mode))), np.asarray(colours)
         ), mode
     few = colours.quantize(8)
-    assert np.array_equal(np.asarray(rgb(few)), np.asarray(few.convert("RGB")))
-    grey = np.asarray(rgb(colours.convert("L")))
+    assert np.array_equal(np.asarray(to_rgb(few)), np.asarray(few.convert("RGB")))
+    grey = np.asarray(to_rgb(colours.convert("L")))
     assert (grey == grey[..., :1]).all()
     dark = Image.fromarray(np.arange(256, dtype=np.uint16).reshape(16, 16))
-    refused("16 bits whose values end at 255 would be black; save it with 8", rgb, dark)
+    refused(
+        "16 bits whose values end at 255 would be black; save it with 8", to_rgb, dark
+    )
     refused(
         "8 or 16 bits expected, got PIL's mode F",
-        rgb,
+        to_rgb,
         Image.fromarray(np.ones((2, 2), np.float32)),
     )
 
@@ -492,7 +495,7 @@ def test_pictures_of_every_kind_become_rgb(tmp_path):
 def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
     right, make = LAYOUTS[layout]
     dataset = own_data(data_folder, make())
-    assert task_of_data(dataset) == right
+    assert task_for_data(dataset) == right
     assert (cards_dir() / EXPERIMENTS[right].card).is_file()
     check_data(own(right, dataset))
     for task in set(EXPERIMENTS) - {right}:
@@ -548,7 +551,7 @@ def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
         ValueError,
         match=rf"mine is not laid out as any task needs it; found [^;]+; .*{way}",
     ) as said:
-        task_of_data("mine/")
+        task_for_data("mine/")
     assert len(str(said.value)) < 300  # and not what every task needs
     refused(way, check_data, own("graph", "mine/"))
 
@@ -557,7 +560,7 @@ def test_what_is_misnamed_is_said(data_folder):
     np.savez(data_folder / "mine.npz", x=np.ones((3, 2)), y=np.arange(3))
     refused(
         r"mine\.npz is not .*; found the array x, the array y\. .*edge_index",
-        task_of_data,
+        task_for_data,
         "mine.npz",
     )
     write(
@@ -570,7 +573,7 @@ def test_what_is_misnamed_is_said(data_folder):
     )
     refused(
         r"found ImageSets/, JPEGImages/, annotation/; boxes need Pascal VOC's layout: Ann",
-        task_of_data,
+        task_for_data,
         "voc/",
     )
 
@@ -586,8 +589,8 @@ def test_all_wrong_files_are_named_at_once(data_folder):
     names = [str(i) for i in range(15)]
     refused(
         r"15 files are wrong:\n(.*\n){10}and 5 more",
-        common.read_each,
-        lambda name: whole_numbers(name, ["a"]),
+        loading.read_each,
+        lambda name: as_int64_vector(name, ["a"]),
         names,
     )
 
@@ -666,7 +669,7 @@ def test_files_behind_links_count(data_folder):
 def test_what_was_loaded_is_loaded_again_when_anything_changed(
     data_folder, tmp_path_factory, monkeypatch
 ):
-    monkeypatch.setattr(common, "_last", {})
+    monkeypatch.setattr(loading, "_last", {})
     task, make = LAYOUTS["text"]
     files = make()
     words = own(task, own_data(data_folder, files))

@@ -18,7 +18,7 @@ from helpers import run_command
 from cpt_lab import data
 from cpt_lab.data import graph_readers
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.data.graphs import bidirected, load_graph, random_graph
+from cpt_lab.data.graphs import load_graph, random_graph, to_bidirected
 from cpt_lab.experiments.registry import recipe
 
 NODES = 60
@@ -50,7 +50,7 @@ def test_edges_are_those_of_a_dense_matrix(self_loops):
     dense = np.zeros((60, 60), dtype=bool)  # ten nodes have no edge
     dense[source, destination] = dense[destination, source] = True
     np.fill_diagonal(dense, self_loops)
-    graph = bidirected(source, destination, 60, self_loops)
+    graph = to_bidirected(source, destination, 60, self_loops)
     assert graph.indptr.tolist() == [0, *dense.sum(1).cumsum()]
     assert graph.indices.tolist() == np.nonzero(dense)[1].tolist()
     assert graph.indices.dtype == torch.int32
@@ -159,7 +159,9 @@ def test_stand_ins_have_the_shapes_of_the_data():
 @pytest.fixture
 def arxiv(data_folder, monkeypatch):
     """A small data set in the real layout of ogbn-arxiv, with counts of its own."""
-    monkeypatch.setitem(graph_readers.OFFICIAL, "ogbn-arxiv", (NODES, 150, 4, 40))
+    monkeypatch.setitem(
+        graph_readers.OFFICIAL_COUNTS, "ogbn-arxiv", (NODES, 150, 4, 40)
+    )
     return write(data_folder / "ogbn_arxiv", ogb_folder(arrays()))
 
 
@@ -189,7 +191,7 @@ def test_ogb(arxiv, tmp_path):
     assert [part.tolist() for part in (found.train, found.valid, found.test)] == [
         a[f"{part}_idx"].tolist() for part in ("train", "valid", "test")
     ]
-    expected = bidirected(*a["edge_index"], NODES, self_loops=True)
+    expected = to_bidirected(*a["edge_index"], NODES, self_loops=True)
     assert torch.equal(found.graph.indices, expected.indices)
     as_archive = load_graph(own(write_npz(tmp_path), standardize=True)).features
     torch.testing.assert_close(
@@ -206,7 +208,9 @@ def test_what_is_not_ogbs_is_refused(arxiv, monkeypatch):
     asked = recipe("paper", "ogbn-arxiv")
     write(arxiv, {"raw/node-label.csv.gz": table(np.full(NODES, 40))})
     refused(asked, "labels must be below 40, got 40")
-    monkeypatch.setitem(graph_readers.OFFICIAL, "ogbn-arxiv", (NODES, 151, 4, 40))
+    monkeypatch.setitem(
+        graph_readers.OFFICIAL_COUNTS, "ogbn-arxiv", (NODES, 151, 4, 40)
+    )
     refused(
         asked, r"is not the official ogbn-arxiv: .* \[60, 150, 4\], not \[60, 151, 4\]"
     )
@@ -231,7 +235,7 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
 def test_evaluator_of_ogb_agrees_with_ours():
     rng = np.random.default_rng(0)
     labels, predicted = rng.integers(0, 4, (2, 100))
-    found = graph_readers.evaluator("ogbn-arxiv").eval(
+    found = graph_readers.ogb_evaluator("ogbn-arxiv").eval(
         {"y_true": labels[:, None], "y_pred": predicted[:, None]}
     )
     assert found["acc"] == pytest.approx((labels == predicted).mean())
@@ -295,7 +299,9 @@ def test_a_download_of_ogb_is_https_and_the_same_as_the_first(
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_edges_come_in_either_shape_under_either_name(name, count, tmp_path):
     pairs = np.stack([np.arange(count), np.arange(count) + 5], axis=1)
-    expected = bidirected(*pairs.T, NODES, recipe("smoke", "digits-graph").self_loops)
+    expected = to_bidirected(
+        *pairs.T, NODES, recipe("smoke", "digits-graph").self_loops
+    )
     for edges in (pairs, pairs.T):
         graph = load_graph(
             own(write_npz(tmp_path, **{"edge_index": None, name: edges}))

@@ -23,13 +23,13 @@ from helpers import refused
 from PIL import Image, ImageOps
 
 from cpt_lab import data
-from cpt_lab.data.common import class_count
 from cpt_lab.data.files import DataNotFoundError, check_data
-from cpt_lab.data.folder_contents import identical_files, repeated_files
+from cpt_lab.data.folder_contents import duplicate_files, identical_files
 from cpt_lab.data.image_batches import array_batches, evaluation_batches, file_batches
+from cpt_lab.data.image_decoding import inspect_image_file, open_rgb
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import load_images
-from cpt_lab.data.pictures import inspect_picture, open_rgb
+from cpt_lab.data.splits import class_count
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
@@ -817,7 +817,7 @@ def test_open_rgb_turns_pictures_as_viewers_do(orientation, kind, ending, tmp_pa
     found = open_rgb(path)
     assert found.size == wanted.size
     assert np.array_equal(np.asarray(found), np.asarray(wanted))
-    assert inspect_picture(path).shown_size == (found.height, found.width)
+    assert inspect_image_file(path).shown_size == (found.height, found.width)
     if kind != "TIFF":  # which PIL turns in any case
         assert open_rgb(path, turn=False).size == image.size
 
@@ -827,7 +827,7 @@ def test_broken_exif_data_does_not_turn_or_stop_a_picture(tmp_path):
     assert np.array_equal(
         np.asarray(open_rgb(tmp_path / "a.png")), np.asarray(noise(0))
     )
-    assert inspect_picture(tmp_path / "a.png").has_damaged_exif
+    assert inspect_image_file(tmp_path / "a.png").has_damaged_exif
 
 
 def test_links_in_circles_and_pipes_are_left_out_and_links_to_nowhere_missed(
@@ -950,8 +950,8 @@ def test_identical_files_are_found_by_their_whole_content(tmp_path):
     others = [paths[name] for name in contents if name != "a"]
     found = identical_files([paths["a"], missing], [*others, missing])
     assert found == {paths["b"]: paths["a"], paths["c"]: paths["a"]}
-    assert repeated_files([*paths.values(), missing]) == found
-    assert repeated_files(others) == {paths["c"]: paths["b"]}
+    assert duplicate_files([*paths.values(), missing]) == found
+    assert duplicate_files(others) == {paths["c"]: paths["b"]}
 
 
 def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):

@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse
 from helpers import refused
 
-from cpt_lab.data.inert_pickle import array_of, load_inert, sparse_of
+from cpt_lab.data.inert_pickle import load_inert, to_array, to_csr_parts
 
 ARRAYS = {
     "int32": np.arange(6, dtype=np.int32).reshape(2, 3),
@@ -27,14 +27,14 @@ ARRAYS = {
 @pytest.mark.parametrize("name", ARRAYS)
 def test_array_is_that_of_pickle(name, protocol):
     wanted = ARRAYS[name]
-    found = array_of(load_inert(pickle.dumps(wanted, protocol)))
+    found = to_array(load_inert(pickle.dumps(wanted, protocol)))
     assert found.shape == wanted.shape
     assert np.array_equal(found, wanted)
 
 
 def test_sparse_matrix_has_the_arrays_of_scipys():
     wanted = scipy.sparse.csr_matrix(np.eye(4, 5, dtype=np.float32))
-    found = sparse_of(load_inert(pickle.dumps(wanted, 2)))
+    found = to_csr_parts(load_inert(pickle.dumps(wanted, 2)))
     assert found.shape == (4, 5)
     for name in ("data", "indices", "indptr"):
         assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
@@ -128,8 +128,8 @@ def array_pickle(shape=(2,), kind="i4", order="<", data=b"\1\0\0\0\2\0\0\0"):
     ],
 )
 def test_array_with_another_content_is_refused(changes, message):
-    assert array_of(load_inert(array_pickle())).tolist() == [1, 2]
-    refused(message, array_of, load_inert(array_pickle(**changes)))
+    assert to_array(load_inert(array_pickle())).tolist() == [1, 2]
+    refused(message, to_array, load_inert(array_pickle(**changes)))
 
 
 HOSTILE = {  # each ends a process that hands it to pickle: by a crash, or by taking all memory
@@ -158,14 +158,16 @@ def test_hostile_steps_are_refused(case):
 
 
 def test_what_is_no_array_is_named():
-    refused("an array expected, got dict", array_of, {})
+    refused("an array expected, got dict", to_array, {})
     refused(
         "a sparse matrix expected, got array",
-        sparse_of,
+        to_csr_parts,
         load_inert(pickle.dumps(np.eye(2), 2)),
     )
     matrix = scipy.sparse.csr_matrix(np.eye(2))
     del matrix.__dict__["indices"]
     refused(
-        "a sparse matrix lacks indices", sparse_of, load_inert(pickle.dumps(matrix, 2))
+        "a sparse matrix lacks indices",
+        to_csr_parts,
+        load_inert(pickle.dumps(matrix, 2)),
     )

@@ -16,21 +16,22 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from cpt_lab.data import common, detection_batches, image_batches
-from cpt_lab.data.common import batch_keys, readers
-from cpt_lab.data.detection import annotated_picture, random_detection
-from cpt_lab.data.detection_batches import _Ready
+from cpt_lab.data import detection_batches, image_batches, loading
+from cpt_lab.data.detection import annotate_image, random_detection
+from cpt_lab.data.detection_batches import _ImageGroups
 from cpt_lab.data.image_batches import (
-    EVALUATION_BATCH,
+    EVALUATION_IMAGES,
     evaluation_batches,
     file_batches,
     training_files,
 )
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
+from cpt_lab.data.loading import reader_count
+from cpt_lab.data.random_streams import batch_keys
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.sweep import run_grid
-from cpt_lab.tasks.base import task_of
-from cpt_lab.tasks.graph import GraphTask, _Samples
+from cpt_lab.tasks.base import load_task_class
+from cpt_lab.tasks.graph import GraphTask, _SampledBatches
 
 CPU = torch.device("cpu")
 MB = 10**6
@@ -66,7 +67,7 @@ def pets(data_folder):
 READERS = {
     "as many as cores": (6, 64, 1, 6, None),
     "no limit": (6, None, 1000, 6, None),
-    "no more than are of use": (200, None, 1, common.MAX_READERS, None),
+    "no more than are of use": (200, None, 1, loading.MAX_READERS, None),
     "just room for all": (4, 64, 8, 4, None),
     "room for some": (
         4,
@@ -89,26 +90,26 @@ READERS = {
 @pytest.mark.parametrize("case", READERS)
 def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch):
     cores, room, batch, wanted, said = READERS[case]
-    monkeypatch.setattr(common, "usable_cores", lambda: cores)
+    monkeypatch.setattr(loading, "usable_cores", lambda: cores)
     monkeypatch.setattr(
-        common, "shared_memory", lambda: None if room is None else room * MB
+        loading, "shared_memory", lambda: None if room is None else room * MB
     )
     if wanted is OSError:
-        refused(said, readers, batch * MB, error=OSError)
+        refused(said, reader_count, batch * MB, error=OSError)
     elif said:
         with pytest.warns(UserWarning, match=said):
-            assert readers(batch * MB) == wanted
+            assert reader_count(batch * MB) == wanted
     else:
-        assert readers(batch * MB) == wanted
+        assert reader_count(batch * MB) == wanted
 
 
 def test_too_little_shared_memory_is_noticed_before_anything_runs(
     pets, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(common, "shared_memory", lambda: 64 * MB)
+    monkeypatch.setattr(loading, "shared_memory", lambda: 64 * MB)
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
-    assert task_of(spec)(spec, CPU).workers == common.usable_cores()
-    monkeypatch.setattr(common, "shared_memory", lambda: 2 * MB)
+    assert load_task_class(spec)(spec, CPU).workers == loading.usable_cores()
+    monkeypatch.setattr(loading, "shared_memory", lambda: 2 * MB)
     refused(
         "/dev/shm has 2 MB",
         run_grid,
@@ -164,7 +165,7 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
     generator = torch.Generator().manual_seed(0)
     sizes = ((50, 60), (60, 50), (40, 70))
     pictures = tuple(
-        annotated_picture(
+        annotate_image(
             torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator),
             size,
             [[0, 0, 9, 9]],
@@ -174,7 +175,7 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
         for size in sizes
     )
     groups = detection_batches.aspect_groups(pictures, PICTURES.batch)
-    data = _Ready(pictures, PICTURES, None)
+    data = _ImageGroups(pictures, PICTURES, None)
     found = list(detection_batches.evaluation_batches(pictures, PICTURES, 0, device))
     assert len(found) == len(groups) == 2
     for batch, group in zip(found, range(2), strict=True):
@@ -195,23 +196,23 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
 
 def test_no_batch_is_larger_than_the_shared_memory_was_asked_for(pets):
     sampled = itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 3)
-    assert image_batches.bytes_read(IMAGES) == 3 * 72 * 72 * (
-        max(map(len, sampled)) + EVALUATION_BATCH
+    assert image_batches.batch_bytes(IMAGES) == 3 * 72 * 72 * (
+        max(map(len, sampled)) + EVALUATION_IMAGES
     )
     shapes = [(s, math.floor(70 / 40 * s)) for s in (40, 80)]
     pictures = [
-        annotated_picture(torch.zeros(3, *s, dtype=torch.uint8), s, [], [], [])
+        annotate_image(torch.zeros(3, *s, dtype=torch.uint8), s, [], [], [])
         for s in shapes
     ]
     turned = [
-        annotated_picture(p.picture.mT.contiguous(), p.size[::-1], [], [], [])
+        annotate_image(p.image.mT.contiguous(), p.size[::-1], [], [], [])
         for p in pictures
     ]
-    data = _Ready(pictures + turned, PICTURES, None)
+    data = _ImageGroups(pictures + turned, PICTURES, None)
     data.groups = [[0, 2], [1, 3]]  # of shapes that need most
     assert max(
         data[0, group].images.numel() for group in (0, 1)
-    ) * 2 == detection_batches.bytes_read(PICTURES)
+    ) * 2 == detection_batches.batch_bytes(PICTURES)
 
 
 FILES = [(Image.effect_noise((40, 50), 90).convert("RGB"), i) for i in range(3)]
@@ -241,8 +242,11 @@ def test_workers_ask_for_no_gpu():
     )
     sent = [
         (training_files(FILES, RECIPE, 0), (0, 1)),
-        (_Ready(random_detection(pictures).train, pictures, 0), (0, 0)),
-        (_Samples(graph.graph, graph.rows["train"], [2, 2], 0), (3, [(0, 5), (0, 1)])),
+        (_ImageGroups(random_detection(pictures).train, pictures, 0), (0, 0)),
+        (
+            _SampledBatches(graph.graph, graph.rows["train"], [2, 2], 0),
+            (3, [(0, 5), (0, 1)]),
+        ),
     ]
     worker = [sys.executable, "-c", WORKER]
     done = subprocess.run(
@@ -272,7 +276,7 @@ class Loader(DataLoader):
 
 
 def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
-    monkeypatch.setattr(common, "DataLoader", Loader)
+    monkeypatch.setattr(loading, "DataLoader", Loader)
     monkeypatch.setattr(Loader, "started", 0)
     torch.manual_seed(0)
     wanted = list(itertools.islice(files(CPU), 5))  # two epochs and a half

@@ -12,7 +12,7 @@ import torch
 from notebook_dataflow import FOLDER, NOTEBOOKS, PAPER, PREDICTING, code_cells, read
 
 import cpt_core as cpt
-from cpt_lab.data.common import one_thread
+from cpt_lab.data.loading import one_thread
 from cpt_lessons import exercises
 from cpt_lessons.answer_parsing import paste_repr
 from cpt_lessons.demonstrations import held_out, tiny_problem

@@ -18,7 +18,7 @@ from cpt_extras.kernels.lstm_layer import rounded_input
 from cpt_extras.kernels.operators import fake_quantize
 from cpt_extras.operations.recurrences import LSTMDirection
 from cpt_extras.search.custom_schedules import TableSchedule
-from cpt_lab.training.session import constants_of
+from cpt_lab.training.session import layer_constants
 
 LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
 NINE = torch.tensor(9.0)
@@ -579,10 +579,10 @@ def test_a_recorded_step_serves_no_other_split_of_gradients():
         RoleLevels(8, 8, 8, None),
     ):
         layer.set_levels(levels)
-        found.add(constants_of(layer))
+        found.add(layer_constants(layer))
     assert len(found) == 4
     layer.set_levels(RoleLevels(6, 5, 7, 3))
-    assert constants_of(layer) in found  # only numbers differ from the second
+    assert layer_constants(layer) in found  # only numbers differ from the second
 
 
 def test_a_checkpoint_of_another_ladder_is_refused():

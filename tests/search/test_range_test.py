@@ -15,7 +15,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_extras.search.range_test import RangeTestWarning
 from cpt_extras.search.range_test_result import evaluate_range_test
 from cpt_lab.experiments.registry import recipe
-from cpt_lab.training.recipe_trials import recipe_range_test
+from cpt_lab.training.recipe_search import recipe_range_test
 from tests.search.test_restartable import problem
 from tests.search.test_restartable import range_test as run
 

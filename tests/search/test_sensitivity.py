@@ -18,7 +18,7 @@ from cpt_extras.search.sensitivity_analysis import sensitivity
 from cpt_extras.search.sensitivity_estimate import gradients_recorded
 from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.experiments.registry import recipe
-from cpt_lab.training.recipe_trials import recipe_range_test, recipe_sensitivity
+from cpt_lab.training.recipe_search import recipe_range_test, recipe_sensitivity
 from tests.search.test_restartable import problem
 
 SHORT = dict(base=3, windows=2, steps=8, seeds=(0, 1))

@@ -21,7 +21,7 @@ from helpers import refused, specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
 from cpt_lab.analysis.run_table import table
-from cpt_lab.data import common
+from cpt_lab.data import loading
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.resources import usable_cores
@@ -309,7 +309,7 @@ def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(
     )
     (calm,) = run_grid([spec], tmp_path / "calm.jsonl", workers=0)
     with monkeypatch.context() as patch:
-        patch.setattr("cpt_lab.training.train.bitops_of", fail_at_the_end)
+        patch.setattr("cpt_lab.training.train.run_bitops", fail_at_the_end)
         (row,) = run_grid([spec], store, **how)
     assert row["error"].startswith("Traceback")
     assert row["error"].endswith("RuntimeError: the last evaluation failed\n")
@@ -672,7 +672,7 @@ def own_specs(data_folder):
 
 def own_images(folder, seed):
     write(folder / "mine", image_archives(seed=seed))
-    common._last.clear()  # as in another process
+    loading._last.clear()  # as in another process
 
 
 CHANGED = r"the data of 'mine/' have changed: 1 rows in .*rows\.jsonl are of checksum"
@@ -689,7 +689,7 @@ def test_rows_of_other_data_are_neither_returned_nor_added_to(own_specs, tmp_pat
     own_images(tmp_path, seed=0)  # put back
     assert len(run_grid([first, second], store, workers=0)) == 2
     shutil.rmtree(tmp_path / "mine")
-    common._last.clear()
+    loading._last.clear()
     assert run_grid([first], store, workers=0) == [
         row
     ]  # rows can be read where the data are not

@@ -15,15 +15,15 @@ from torchvision.ops import box_iou
 import cpt_core as cpt
 from cpt_core.bitops import plan
 from cpt_core.bitops.conventions import CONVENTIONS
-from cpt_lab.data import common, detection
-from cpt_lab.data.detection import WEIGHTS, annotated_picture, scenes
+from cpt_lab.data import detection, loading
+from cpt_lab.data.detection import BACKBONE_WEIGHTS_FILE, annotate_image, digit_scenes
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import detection_boxes
 from cpt_lab.tasks.detection import DetectionTask, mean_average_precision
-from cpt_lab.tasks.detection_boxes import anchors_of, detection_losses, detections
+from cpt_lab.tasks.detection_boxes import detection_losses, detections, image_anchors
 from cpt_lab.tasks.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_lab.training.train import train
 from cpt_lessons.detection import pretrained_or_scratch
@@ -54,7 +54,7 @@ def test_shapes_and_anchors(name, stride):
     ]
     assert out.logits.shape == (2, 9 * places, 7)
     assert out.offsets.shape == (2, 9 * places, 4)
-    anchors = anchors_of(model, images, out)
+    anchors = image_anchors(model, images, out)
     assert [a.shape for a in anchors] == [(9 * places, 4)] * 2
     sides = (anchors[0][:9, 2:] - anchors[0][:9, :2]).prod(1).sqrt()
     np.testing.assert_allclose(
@@ -177,7 +177,7 @@ def test_loss_equals_the_one_written_out(boxes, learned):
     found_focal, found_box = detection_losses(model, images, out, [target])
     focal, box = plain_losses(
         out,
-        anchors_of(model, images, out)[0],
+        image_anchors(model, images, out)[0],
         target["boxes"],
         target["labels"].tolist(),
         3,
@@ -193,7 +193,7 @@ def test_detections_are_the_boxes_that_were_learned():
     images = torch.zeros(1, 3, 64, 64)
     box = torch.tensor([[6.0, 4, 50, 44]])
     out = model(images)
-    anchors = anchors_of(model, images, out)[0]
+    anchors = image_anchors(model, images, out)[0]
     offsets = model.box_coder.encode_single(box.expand(len(anchors), 4), anchors)
     logits = torch.full_like(out.logits, -9.0)
     logits[0, 17, 2] = 3.0
@@ -214,7 +214,7 @@ def test_detections_come_back_in_the_pixels_of_the_picture(monkeypatch):
     odd = [
         replace(
             picture([[10, 20, 30, 40]], [1]),
-            picture=torch.zeros(3, 50, 130, dtype=torch.uint8),
+            image=torch.zeros(3, 50, 130, dtype=torch.uint8),
             size=(50, 130),
         )
     ]
@@ -237,7 +237,7 @@ def test_detections_come_back_in_the_pixels_of_the_picture(monkeypatch):
 
 def picture(boxes, labels, difficult=None):
     pixels = torch.zeros(3, 100, 100, dtype=torch.uint8)
-    return annotated_picture(
+    return annotate_image(
         pixels, (100, 100), boxes, labels, difficult or [False] * len(labels)
     )
 
@@ -396,7 +396,7 @@ def test_pretrained_weights_are_asked_for_and_used(data_folder):
     torch.manual_seed(5)
     stored = torchvision.models.resnet18().state_dict()
     stored["bn1.running_mean"] += 7
-    torch.save(stored, data_folder / WEIGHTS)
+    torch.save(stored, data_folder / BACKBONE_WEIGHTS_FILE)
     task = DetectionTask(s, CPU)
     body = task.model().backbone.body
     assert torch.equal(body.conv1.weight, stored["conv1.weight"])
@@ -405,7 +405,8 @@ def test_pretrained_weights_are_asked_for_and_used(data_folder):
     assert isinstance(body.bn1, FrozenStatisticsBatchNorm2d)
     assert "ImageNet-pretrained backbone" in task.title
     torch.save(
-        {k: v for k, v in stored.items() if k != "conv1.weight"}, data_folder / WEIGHTS
+        {k: v for k, v in stored.items() if k != "conv1.weight"},
+        data_folder / BACKBONE_WEIGHTS_FILE,
     )
     refused(r"holds no weights of this backbone.*conv1\.weight", task.model)
     scratch = DetectionTask(replace(s, recipe=replace(s.recipe, pretrained=False)), CPU)
@@ -425,9 +426,9 @@ def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(
     assert "from scratch, unlike the paper's" in capsys.readouterr().out
     (first, *_) = designs.quality_cost("paper", "voc2012", preset="authors", **changes)
     assert not first.recipe.pretrained
-    (data_folder / WEIGHTS).write_bytes(b"")
+    (data_folder / BACKBONE_WEIGHTS_FILE).write_bytes(b"")
     assert pretrained_or_scratch("paper") == {}
-    assert WEIGHTS in capsys.readouterr().out
+    assert BACKBONE_WEIGHTS_FILE in capsys.readouterr().out
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -460,20 +461,20 @@ def test_costs_are_those_of_the_real_input_size(monkeypatch):
     assert DetectionTask(spec(), CPU).cost_batches == 1
     monkeypatch.setattr(
         detection,
-        "scenes",
+        "digit_scenes",
         lambda part, count, size: tuple(
             replace(
                 a,
-                picture=a.picture[:, : 32 * (1 + i % 2)],
+                image=a.image[:, : 32 * (1 + i % 2)],
                 size=(32 * (1 + i % 2), 64),
                 boxes=a.boxes.clip(max=32),
             )
-            for i, a in enumerate(scenes(part, count, 64))
+            for i, a in enumerate(digit_scenes(part, count, 64))
         ),
     )
-    common._last.clear()
+    loading._last.clear()
     assert DetectionTask(spec(), CPU).cost_batches == 8
-    common._last.clear()
+    loading._last.clear()
     r = recipe("paper", "voc2012")
     paper = DetectionTask(
         run_spec(r, "CR", q_max=8, seed=0, scale="paper"), CPU, stand_in=True

@@ -20,7 +20,7 @@ from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import entailment as entailment_task
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.tasks.entailment import EntailmentTask
 from cpt_lab.training.train import train
 
@@ -48,7 +48,7 @@ def test_training_learns():
     assert run.title.startswith(
         "small BERT from scratch, WordPiece of its own, on synthetic sentence pairs"
     )
-    assert task_of(run.spec) is EntailmentTask
+    assert load_task_class(run.spec) is EntailmentTask
 
 
 def test_an_epoch_holds_every_pair_once():
@@ -233,7 +233,7 @@ def write_checkpoint(folder, labels):
         for premise, hypothesis, _ in sentence_pairs(300)
         for word in f"{premise} {hypothesis}".split()
     }
-    words = [*entailment_task.SPECIAL, "[MASK]", *sorted(known)]
+    words = [*entailment_task.SPECIAL_TOKENS, "[MASK]", *sorted(known)]
     config = transformers.BertConfig(
         vocab_size=len(words),
         hidden_size=16,

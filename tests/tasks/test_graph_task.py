@@ -41,7 +41,9 @@ def test_a_full_graph_is_trained_on_its_training_nodes():
 def test_workers_change_nothing(monkeypatch):
     task = GraphTask(spec(model="sage"), CPU)
     here = [next(task.batches(step)) for step in range(3)]
-    monkeypatch.setattr(graph_task, "LARGE", 0)  # sample in processes of their own
+    monkeypatch.setattr(
+        graph_task, "MIN_EDGES_FOR_SAMPLERS", 0
+    )  # sample in processes of their own
     there = itertools.islice(task.batches(0), 3)
     for (graphs, *some, _), (others, *again, _) in zip(here, there, strict=True):
         assert all(map(torch.equal, some, again))
@@ -95,7 +97,7 @@ def test_accuracy_by_in_degree():
 
 
 def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
-    monkeypatch.setattr(graph_task, "EXACT_CHUNK", 300)  # many chunks
+    monkeypatch.setattr(graph_task, "EXACT_CHUNK_NODES", 300)  # many chunks
     task = GraphTask(spec(model="sage", inference="exact"), CPU)
     torch.manual_seed(0)
     model = quantize_(task.model()).eval()
@@ -161,7 +163,7 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
     monkeypatch.setattr(
         graph_task, "load_graph", lambda r: replace(original(r), ogb="ogbn-arxiv")
     )
-    monkeypatch.setattr(graph_task, "evaluator", lambda name: Evaluator())
+    monkeypatch.setattr(graph_task, "ogb_evaluator", lambda name: Evaluator())
     run = train(GraphTask, spec(steps=1))
     assert run.metric("accuracy") == 0.25
     assert calls[0][:2] == ((200, 1), (200, 1))

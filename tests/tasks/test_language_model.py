@@ -257,7 +257,7 @@ def test_columns_run_side_by_side_through_the_whole_text(folder):
 @pytest.mark.parametrize("count", [9, 10, 11, 1, 2])
 def test_every_word_is_asked_for_once(count):
     tokens = torch.arange(100, 100 + count)
-    words, targets = text.questions(tokens, start=7, batch=3)
+    words, targets = text.evaluation_columns(tokens, start=7, batch=3)
     pairs = [
         (int(w), int(t))
         for w, t in zip(words.t().flatten(), targets.t().flatten(), strict=True)

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 from training.test_train import stop_at
 
 from cpt_extras.optional_libraries import install_hint
-from cpt_lab.data import common
-from cpt_lab.data.common import Stream, batch_keys, generator_of
+from cpt_lab.data import loading
+from cpt_lab.data.random_streams import Stream, batch_keys, seeded_generator
 from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import base as learning_rates
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import train
 
@@ -63,7 +63,7 @@ from dataclasses import replace
 from cpt_lab.data import download
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.train import train
 torch.set_num_threads(1)
 def spec(name, scale="smoke"):
@@ -71,10 +71,10 @@ def spec(name, scale="smoke"):
     return run_spec(replace(r, steps=3, n_cycles=1, evaluate_every=0), "static 8", q_max=8, seed=0, scale=scale)
 def task(name, scale="smoke", **options):
     found = spec(name, scale)
-    return task_of(found)(found, torch.device("cpu"), **options)
+    return load_task_class(found)(found, torch.device("cpu"), **options)
 out["imported"] = [name for name in sys.modules if name.startswith("cpt_lab.tasks.") and name != "cpt_lab.tasks.base"]
 for name in {BASE!r}:
-    run = train(task_of(spec(name)), spec(name))
+    run = train(load_task_class(spec(name)), spec(name))
     out[name] = [run.status, len(run.history["loss"]), min(run.bitops.values())]
 for code in {list(REFUSED)!r}:
     try:
@@ -120,11 +120,11 @@ def test_a_session_has_the_metric_of_its_experiment_and_knows_whether_its_steps_
     dataset, model
 ):
     spec = smoke_spec(dataset, model=model)
-    session = Session(task_of(spec), spec, stand_in=True)
+    session = Session(load_task_class(spec), spec, stand_in=True)
     assert session.metric is EXPERIMENTS[spec.recipe.task].metric
     assert session.metric.better == (-1 if dataset == "pydoc" else 1)
     assert session.task.fixed_shape == FIXED[dataset, model]
-    assert session.why_not_captured == "the device is cpu"
+    assert session.uncaptured_reason == "the device is cpu"
 
 
 # --- learning rates -------------------------------------------------------------------------------
@@ -188,7 +188,9 @@ def test_a_plateau_cuts_after_every_evaluation_that_is_not_the_best():
 )
 def test_the_optimizer_of_a_task_and_its_rates(dataset, changes, optimizer, rates):
     spec = smoke_spec(dataset, steps=1000, lr=8.0, **changes)
-    made, rate = task_of(spec)(spec, CPU, stand_in=True).optimizer(nn.Linear(2, 2))
+    made, rate = load_task_class(spec)(spec, CPU, stand_in=True).optimizer(
+        nn.Linear(2, 2)
+    )
     assert type(made).__name__ == optimizer
     assert [rate(step, []) for step in (0, 491, 500, 1000)] == pytest.approx(
         rates, rel=1e-2
@@ -234,7 +236,7 @@ def tiny(dataset, arm="CR", seed=0):
 def test_arms_of_one_seed_share_weights_and_batches(dataset):
     def start(spec, step=3):
         """Initial weights, and the tensors of a batch."""
-        task = task_of(spec)(spec, CPU)
+        task = load_task_class(spec)(spec, CPU)
         torch.manual_seed(0)
         batch = next(task.batches(step))
         return [*task.model().parameters()], tree_leaves(
@@ -265,10 +267,10 @@ def test_arms_of_one_seed_share_weights_and_batches(dataset):
 )  # of images: training/test_train.py
 def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
     spec, path = tiny(dataset), tmp_path / "c.pt"
-    whole = train(task_of(spec), spec)
+    whole = train(load_task_class(spec), spec)
     stop_at(3, spec, path)
     torch.rand(7)  # the state of the random numbers comes from the checkpoint
-    resumed = train(task_of(spec), spec, checkpoint=path)
+    resumed = train(load_task_class(spec), spec, checkpoint=path)
     assert same(whole.model, resumed.model)
     assert (whole.history, whole.metrics, whole.bitops) == (
         resumed.history,
@@ -291,19 +293,21 @@ def test_purposes_are_the_numbers_that_rows_were_made_with():
     ]
     for stream in Stream:
         assert (
-            generator_of(5, 7, stream).initial_seed()
-            == generator_of(5, 7, int(stream)).initial_seed()
+            seeded_generator(5, 7, stream).initial_seed()
+            == seeded_generator(5, 7, int(stream)).initial_seed()
         )
-    assert len({generator_of(5, 7, stream).initial_seed() for stream in Stream}) == len(
-        Stream
+    assert len(
+        {seeded_generator(5, 7, stream).initial_seed() for stream in Stream}
+    ) == len(Stream)
+    assert (
+        seeded_generator(5, 7, Stream.SAMPLE).initial_seed() == 53_212_224_671_631_112
     )
-    assert generator_of(5, 7, Stream.SAMPLE).initial_seed() == 53_212_224_671_631_112
     epochs = itertools.islice(batch_keys(50, 50, seed=1, start=2), 2)
     (second, order), (third, other) = (
         map(list, zip(*keys, strict=True)) for keys in epochs
     )
     assert (set(second), set(third)) == ({2}, {3})
-    assert order == torch.randperm(50, generator=generator_of(1, 2, 0)).tolist()
+    assert order == torch.randperm(50, generator=seeded_generator(1, 2, 0)).tolist()
     assert order != other
 
 
@@ -316,11 +320,11 @@ def test_the_checksum_of_data_does_not_depend_on_the_number_of_threads(dataset):
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            common._last.clear()
+            loading._last.clear()
             spec = run_spec(
                 dataset.recipes["smoke"][0], "CR", q_max=8, seed=0, scale="smoke"
             )
-            found.add(task_of(spec)(spec, CPU).data.checksum)
+            found.add(load_task_class(spec)(spec, CPU).data.checksum)
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1

@@ -184,7 +184,7 @@ def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(
 ):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(
-        "cpt_lab.tasks.base.read_whole", lambda recipe: None
+        "cpt_lab.tasks.base.read_all_data", lambda recipe: None
     )  # the files are none
     own = tmp_path / "my $frac$ graph"
     own.mkdir()
@@ -554,7 +554,7 @@ def test_notebooks_and_estimates():
 
 def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "cpt_lab.tasks.base.read_whole", lambda recipe: None
+        "cpt_lab.tasks.base.read_all_data", lambda recipe: None
     )  # the files are none
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))

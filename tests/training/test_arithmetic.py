@@ -13,13 +13,13 @@ from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.sweeps.worker import Job, run_all
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.device import (
     DeviceNotFoundError,
     arithmetic,
     choose_device,
     cuda_provenance,
-    usual_device,
+    resolve_device,
 )
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import evaluate, train
@@ -62,7 +62,7 @@ def test_no_named_recipe_changes_the_arithmetic():
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_what_passes_between_layers_in_training_and_evaluation(autocast, channels_last):
     spec = digits(autocast=autocast, channels_last=channels_last)
-    session = Session(task_of(spec), spec)
+    session = Session(load_task_class(spec), spec)
     (middle,) = (
         m for name, m in session.model.named_modules() if name == "layer2.0.bn1"
     )
@@ -110,7 +110,7 @@ def test_every_task_trains_under_autocast(dataset):
     specs = [
         smoke_spec(dataset, **small, autocast=autocast) for autocast in ("", "bfloat16")
     ]
-    plain, rounded = (train(task_of(spec), spec) for spec in specs)
+    plain, rounded = (train(load_task_class(spec), spec) for spec in specs)
     assert rounded.status == plain.status == "ok"
     assert rounded.history["loss"] != plain.history["loss"]
     assert rounded.history["loss"] == pytest.approx(plain.history["loss"], rel=0.1)
@@ -133,7 +133,7 @@ REFUSED = {
 def test_what_would_have_no_effect_is_refused_before_anything_runs(name, tmp_path):
     changes, message = REFUSED[name]
     (spec,) = specs_of("CR", **changes)
-    refused(message, Session, task_of(spec), spec)
+    refused(message, Session, load_task_class(spec), spec)
     refused(message, run_grid, [spec], tmp_path / "rows.jsonl", workers=0)
     assert not (tmp_path / "rows.jsonl").exists()
 
@@ -183,7 +183,7 @@ def test_demos_are_too_small_to_be_sent_to_a_gpu_unasked(scale, asked, monkeypat
     assert choose_device(asked, spec) == CHOSEN[scale, asked]
     pretend(monkeypatch, None)
     if asked != "cuda":
-        assert usual_device(asked, spec) == "cpu"  # to plan with
+        assert resolve_device(asked, spec) == "cpu"  # to plan with
         if (scale, asked) != ("paper", "auto"):
             assert choose_device(asked, spec) == "cpu"
 

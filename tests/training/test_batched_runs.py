@@ -10,13 +10,13 @@ from helpers import identical, quietly, refused, smoke_spec
 
 import cpt_core as cpt
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training import batched_runs as module
-from cpt_lab.training.batched_runs import batching_pays, together
-from cpt_lab.training.replay import CannotReplay, Replay
+from cpt_lab.training.batched_runs import batching_is_faster, run_batched
+from cpt_lab.training.replay import Replay, ReplayError
 from cpt_lab.training.session import Session
-from cpt_lab.training.train import Stopped, steps_of, train
+from cpt_lab.training.train import Stopped, train, training_steps
 
 pytestmark = pytest.mark.slow
 
@@ -65,11 +65,11 @@ def equal(run, alone):
 def both_ways(specs, hooks=(None,) * 11, task=None):
     """Runs side by side, and each of them alone."""
     given = [
-        (task or task_of(spec), spec, hook)
+        (task or load_task_class(spec), spec, hook)
         for spec, hook in zip(specs, hooks, strict=False)
     ]
-    side_by_side = together(
-        [steps_of(task, spec, on_step=hook) for task, spec, hook in given]
+    side_by_side = run_batched(
+        [training_steps(task, spec, on_step=hook) for task, spec, hook in given]
     )
     return side_by_side, [train(task, spec, on_step=hook) for task, spec, hook in given]
 
@@ -77,13 +77,13 @@ def both_ways(specs, hooks=(None,) * 11, task=None):
 @pytest.fixture
 def replayed(monkeypatch):
     """How many steps of runs were replayed."""
-    counted, do = [], module._SideBySide._replayed
+    counted, do = [], module._BatchedStepper._run_replayed
 
     def noted(self, replay, arms, batch):
         counted.append(len(arms))
         return do(self, replay, arms, batch)
 
-    monkeypatch.setattr(module._SideBySide, "_replayed", noted)
+    monkeypatch.setattr(module._BatchedStepper, "_run_replayed", noted)
     return counted
 
 
@@ -137,7 +137,9 @@ def test_runs_end_as_they_do_alone(name, replayed):
     ] == []
     rates = {tuple(run.history["lr"]) for run in runs}
     assert (len(rates) > 1) == (name == "lstm")  # that of a plateau is each run's own
-    assert sum(replayed) == (specs[0].recipe.steps - module.WARM_UP) * count
+    assert (
+        sum(replayed) == (specs[0].recipe.steps - module.REPLAY_WARM_UP_STEPS) * count
+    )
 
 
 def test_one_run_does_the_steps_that_several_have_in_common(replayed):
@@ -194,7 +196,7 @@ def test_one_that_raises_ends_alone(where, monkeypatch):
     def caught(spec):
         try:
             return (
-                yield from steps_of(
+                yield from training_steps(
                     ImageTask,
                     spec,
                     on_step=broken if probed and spec is specs[1] else None,
@@ -207,7 +209,7 @@ def test_one_that_raises_ends_alone(where, monkeypatch):
     with monkeypatch.context() as patch:
         if not probed:
             patch.setattr(Session, "step", failing)
-        runs = together([caught(spec) for spec in specs])
+        runs = run_batched([caught(spec) for spec in specs])
     assert runs[1] == "no luck"
     assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
 
@@ -227,7 +229,7 @@ def test_plain_kernels_are_replayed_likewise(name, replayed, monkeypatch):
     monkeypatch.setattr("cpt_extras.kernels.operators.active", torch.ops.cpt_reference)
     dataset, model, changes = TASKS[name]
     assert all(map(equal, *both_ways(arms_of(dataset, model, 2, **changes))))
-    assert sum(replayed) == 2 * (STEPS - module.WARM_UP)
+    assert sum(replayed) == 2 * (STEPS - module.REPLAY_WARM_UP_STEPS)
 
 
 def test_killed_runs_go_on_together_or_alone(tmp_path):
@@ -238,8 +240,8 @@ def test_killed_runs_go_on_together_or_alone(tmp_path):
     def stopped(spec, file, after):
         asked = itertools.count(1)
         try:
-            yield from steps_of(
-                task_of(spec),
+            yield from training_steps(
+                load_task_class(spec),
                 spec,
                 checkpoint=file,
                 should_stop=lambda: next(asked) == after,
@@ -247,27 +249,27 @@ def test_killed_runs_go_on_together_or_alone(tmp_path):
         except Stopped as stop:
             return str(stop)
 
-    said = together(
+    said = run_batched(
         [
             stopped(spec, file, after)
             for spec, file, after in zip(specs, files, (7, 9, 7), strict=True)
         ]
     )
     assert said == [f"at step {n} of {STEPS}" for n in (7, 9, 7)]
-    lone = train(task_of(specs[2]), specs[2], checkpoint=files[2])
-    runs = together(
+    lone = train(load_task_class(specs[2]), specs[2], checkpoint=files[2])
+    runs = run_batched(
         [
-            steps_of(task_of(s), s, checkpoint=f)
+            training_steps(load_task_class(s), s, checkpoint=f)
             for s, f in zip(specs[:2], files[:2], strict=True)
         ]
     )
     for run, spec in zip([*runs, lone], specs, strict=True):
-        assert equal(run, train(task_of(spec), spec))
+        assert equal(run, train(load_task_class(spec), spec))
 
 
 def test_seconds_of_a_run_are_its_own():
     specs = arms_of("digits", "mlp6", 3)
-    runs = together([steps_of(ImageTask, spec) for spec in specs])
+    runs = run_batched([training_steps(ImageTask, spec) for spec in specs])
     assert all(0 < run.seconds < 10 for run in runs)
     first, *rest = (run.seconds for run in runs)
     assert max(rest) < 3 * first + 1
@@ -322,7 +324,7 @@ def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(
     session = Session(Spoilt, specs[0])
     batches = session.batches(0)
     session.step(next(batches), 0.01)
-    refused(words, Replay, session, next(batches), error=CannotReplay)
+    refused(words, Replay, session, next(batches), error=ReplayError)
     with caplog.at_level("INFO"):
         assert all(map(equal, *both_ways(specs, task=Spoilt)))
     assert words in caplog.text
@@ -351,7 +353,7 @@ def test_recording_leaves_a_run_as_it_was():
 
 def test_what_pays_is_what_was_measured_to():
     found = {
-        name: batching_pays(smoke_spec(d, "static 8", 0, m, **changes))
+        name: batching_is_faster(smoke_spec(d, "static 8", 0, m, **changes))
         for name, (d, m, changes) in TASKS.items()
     }
     assert [name for name, yes in found.items() if not yes] == ["bert", "sage"]

@@ -12,7 +12,7 @@ from training.test_train import stop_at
 
 from cpt_extras.int8 import convolution
 from cpt_extras.search.custom_schedules import TableSchedule
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training import cuda_graphs, session
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import evaluate, train
@@ -115,7 +115,7 @@ def eager(monkeypatch):
 
     def run(call, *args, **kwargs):
         with monkeypatch.context() as patch:
-            patch.setattr(cuda_graphs, "WARM_UP", 10**9)
+            patch.setattr(cuda_graphs, "CAPTURE_WARM_UP_STEPS", 10**9)
             return call(*args, **kwargs)
 
     return run
@@ -133,10 +133,10 @@ def spec_of(name, **changes):
 @pytest.mark.parametrize("name", RUNS)
 def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eager):
     spec = spec_of(name)
-    plain = eager(train, task_of(spec), spec)
+    plain = eager(train, load_task_class(spec), spec)
     bits = set(plain.history["bits"])
     assert bits == {3, 4, 5, 6, 7, 8}
-    run = train(task_of(spec), spec)
+    run = train(load_task_class(spec), spec)
     assert (plain.captured, run.captured > 8) == (0, True)
     assert (run.history, run.metrics) == (plain.history, plain.metrics)
     steps, answers = (len(recorder.tapes) for recorder in recorders[2:])
@@ -150,7 +150,7 @@ def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(
     name, recorders
 ):
     spec = spec_of(name)
-    one = Session(task_of(spec), spec)
+    one = Session(load_task_class(spec), spec)
     forward, batches = one.forward, one.task.batches(0)
     for step in (*[1] * 5, *[spec.recipe.steps] * 5, 1):
         one.step(next(batches), 0.1)
@@ -166,9 +166,9 @@ def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(
 )  # a state that is carried; Adam, which counts its steps
 def test_a_resumed_run_records_anew(name, recorders, tmp_path):
     spec, file = spec_of(name), tmp_path / "run.pt"
-    whole = train(task_of(spec), spec)
+    whole = train(load_task_class(spec), spec)
     stop_at(11, spec, file)
-    resumed = train(task_of(spec), spec, checkpoint=file)
+    resumed = train(load_task_class(spec), spec, checkpoint=file)
     assert (resumed.history, resumed.metrics) == (whole.history, whole.metrics)
     assert resumed.captured > 4
 
@@ -188,7 +188,10 @@ def test_bits_that_codes_do_not_hold_and_formats_are_recorded_by_themselves(
     spec = replace(
         spec, schedule=TableSchedule(runs), q_max=top, q_grad=top, recipe=recipe
     )
-    plain, run = eager(train, task_of(spec), spec), train(task_of(spec), spec)
+    plain, run = (
+        eager(train, load_task_class(spec), spec),
+        train(load_task_class(spec), spec),
+    )
     assert run.history == plain.history
     assert run.captured > 4
     assert len(recorders[2].tapes) == 2
@@ -199,7 +202,7 @@ def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
     name, recorders
 ):
     spec = spec_of(name, clip=0.1)
-    one = Session(task_of(spec), spec)
+    one = Session(load_task_class(spec), spec)
     batches = one.task.batches(0)
     for _ in range(4):
         one.step(next(batches), 0.1)
@@ -227,7 +230,10 @@ def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(
 ):
     """A replay moves the versions of what it writes, as the step does that it replaces."""
     spec = spec_of("images")
-    one, other = Session(task_of(spec), spec), Session(task_of(spec), spec)
+    one, other = (
+        Session(load_task_class(spec), spec),
+        Session(load_task_class(spec), spec),
+    )
     monkeypatch.setattr(other.capture, "_repeats", lambda *_: False)
     losses: list = [[], []]
     for each, seen in zip((one, other), losses, strict=True):
@@ -243,7 +249,7 @@ def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(
 
 def test_losses_are_the_callers_to_keep(recorders):
     spec = spec_of("images")
-    one = Session(task_of(spec), spec)
+    one = Session(load_task_class(spec), spec)
     batches = one.task.batches(0)
     losses = [one.step(next(batches), 0.1) for _ in range(4)]
     kept = [float(loss) for loss in losses]
@@ -256,7 +262,7 @@ def test_what_cannot_be_recorded_goes_on_and_says_why(
     recorders, eager, monkeypatch, caplog
 ):
     spec = spec_of("images")
-    task = task_of(spec)
+    task = load_task_class(spec)
     plain = eager(train, task, spec)
 
     class Reads(task):
@@ -268,7 +274,8 @@ def test_what_cannot_be_recorded_goes_on_and_says_why(
     run = train(Reads, spec)
     assert (run.captured, run.history) == (0, plain.history)
     assert (
-        "_local_scalar_dense.default reads a number on the host" in run.why_not_captured
+        "_local_scalar_dense.default reads a number on the host"
+        in run.uncaptured_reason
     )
     (line,) = [r.getMessage() for r in caplog.records if r.name == cuda_graphs.__name__]
     assert line.startswith(
@@ -280,7 +287,7 @@ def test_a_number_that_python_keeps_is_noticed(recorders, eager):
     """The control: a step that a recording would freeze gives other losses, and this test would see them."""
     spec = spec_of("words")
 
-    class Drifts(task_of(spec)):
+    class Drifts(load_task_class(spec)):
         calls = 0
 
         def loss(self, model, batch, carry):

@@ -17,7 +17,7 @@ from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.worker import Job, SweepOptions, run_all
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.train import train
 
 RECIPE = replace(recipe("smoke", "digits"), steps=6)
@@ -80,19 +80,21 @@ def test_bitops_of_layers_by_hand():
 
 
 def test_one_schedule_for_all_layers_trains_bit_for_bit_as_the_schedule_itself():
-    one = train(task_of(spec()), spec(LOW))
-    other = train(task_of(spec()), spec(LayeredSchedule(((("body.*",), LOW, 1),))))
+    one = train(load_task_class(spec()), spec(LOW))
+    other = train(
+        load_task_class(spec()), spec(LayeredSchedule(((("body.*",), LOW, 1),)))
+    )
     assert one.history["loss"] == other.history["loss"]
     assert one.metrics == other.metrics
     assert one.bitops == other.bitops
-    different = train(task_of(spec()), spec())
+    different = train(load_task_class(spec()), spec())
     assert different.history["loss"] != one.history["loss"]
 
 
 def test_evaluation_at_the_current_bits_is_that_of_every_layer():
-    run = train(task_of(spec()), spec())
+    run = train(load_task_class(spec()), spec())
     model = run.model.eval()
-    task = task_of(spec())(spec(), torch.device("cpu"))
+    task = load_task_class(spec())(spec(), torch.device("cpu"))
     with precision(model, {"body.0": 5, "body.2": 5, "*": 6}):
         expected = task.evaluate(model)["test"]
     with precision(model, 6):

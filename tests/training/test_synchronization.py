@@ -15,10 +15,10 @@ from training.test_train import stop_at
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.search.range_test import RangeTestWarning
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training import train as loop
-from cpt_lab.training.recipe_trials import recipe_range_test
+from cpt_lab.training.recipe_search import recipe_range_test
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import train
 
@@ -93,7 +93,7 @@ def spec_of(name, **changes):
 
 
 def start(spec, **options):
-    return train(task_of(spec), spec, device=GPU, **options)
+    return train(load_task_class(spec), spec, device=GPU, **options)
 
 
 def values(model):
@@ -120,7 +120,7 @@ def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path)
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert whole.status == "ok"
     session = Session(
-        task_of(spec), spec
+        load_task_class(spec), spec
     )  # the numbers of a GPU are not those of the CPU, but near to them
     on_cpu = session.step(next(session.task.batches(0)), spec.recipe.lr)
     assert whole.history["loss"][0] == pytest.approx(float(on_cpu), rel=1e-3)
@@ -130,7 +130,7 @@ def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path)
 def test_the_host_waits_for_no_step_and_once_for_an_evaluation(name):
     spec = spec_of(name, steps=8)
     with Phantom() as gpu:
-        session = Session(task_of(spec), spec, GPU)
+        session = Session(load_task_class(spec), spec, GPU)
         batches = session.task.batches(0)
         session.step(next(batches), 0.01)  # makes what is made once
         gpu.clear()
@@ -159,11 +159,11 @@ def disturb(monkeypatch, at, value):
 
 @pytest.mark.parametrize("changes", [{}, {"evaluate_every": 4}])
 def test_losses_are_read_together(changes, monkeypatch):
-    monkeypatch.setattr(loop, "READ_EVERY", 3)
+    monkeypatch.setattr(loop, "LOSS_READ_INTERVAL", 3)
     spec = spec_of("mlp", **{"steps": 11, "evaluate_every": 0, **changes})
     with Phantom() as gpu:
         together = start(spec)
-        lines, first = inspect.getsourcelines(loop.read)
+        lines, first = inspect.getsourcelines(loop.read_losses)
         places = tuple(f"training/train.py:{first + i}" for i in range(len(lines)))
         reads = sum(n for place, n in gpu.waits.items() if place.endswith(places))
         seen = []
@@ -186,7 +186,7 @@ def test_a_run_that_diverges_is_the_same_run_however_late_it_is_noticed(
 
     def found(read_every, **options):
         monkeypatch.undo()
-        monkeypatch.setattr(loop, "READ_EVERY", read_every)
+        monkeypatch.setattr(loop, "LOSS_READ_INTERVAL", read_every)
         disturb(monkeypatch, at, value)
         run = start(spec, **options)
         weights = [p.held for p in run.model.parameters()]
@@ -232,7 +232,7 @@ def test_no_weight_changes_from_a_loss_on_that_is_not_finite(
 ):
     spec = spec_of(model)
     with Phantom() if device == GPU else nullcontext():
-        session = Session(task_of(spec), spec, device)
+        session = Session(load_task_class(spec), spec, device)
         batches, loss = session.task.batches(0), session.task.loss
         session.step(next(batches), 0.1)
         before = {name: x.clone() for name, x in values(session.model).items()}
@@ -282,13 +282,13 @@ def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
         refused(
             "on cuda:0 a task's optimizer must be fused, got SGD",
             Session,
-            task_of(spec),
+            load_task_class(spec),
             spec,
             GPU,
         )
-        Session(task_of(spec), spec, "cpu")
+        Session(load_task_class(spec), spec, "cpu")
         monkeypatch.setattr(ImageTask, "optimizer", optimizer)
-        Session(task_of(spec), spec, GPU)
+        Session(load_task_class(spec), spec, GPU)
 
 
 @pytest.mark.parametrize(("first", "second"), [("cpu", GPU), (GPU, "cpu")])
@@ -298,8 +298,10 @@ def test_a_run_goes_on_on_another_device(first, second, tmp_path):
         gpu.whole = first == GPU
         stop_at(3, spec, tmp_path / "run.pt", device=first)
         gpu.whole = second == GPU
-        run = train(task_of(spec), spec, device=second, checkpoint=tmp_path / "run.pt")
+        run = train(
+            load_task_class(spec), spec, device=second, checkpoint=tmp_path / "run.pt"
+        )
         assert {str(p.device) for p in run.model.parameters()} == {second}
     assert run.history["loss"] == pytest.approx(
-        train(task_of(spec), spec).history["loss"], rel=0.05
+        train(load_task_class(spec), spec).history["loss"], rel=0.05
     )

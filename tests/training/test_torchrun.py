@@ -22,8 +22,8 @@ from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.paths import ROOT
 from cpt_lab.sweeps.sweep import run_grid
-from cpt_lab.tasks.base import task_of
-from cpt_lab.training import processes, session
+from cpt_lab.tasks.base import load_task_class
+from cpt_lab.training import process_group, session
 from cpt_lab.training.checkpoint import load_checkpoint
 from cpt_lab.training.session import Session, quant_config
 from cpt_lab.training.train import Stopped, train
@@ -60,8 +60,8 @@ def nearest(*given):
 
 def trained(spec=SPEC, **options):
     """Train with gradients rounded to nearest, on ranges of all processes; return what came of it."""
-    with patch.object(session, "quant_config", nearest), processes.agreed():
-        run = train(task_of(spec), spec, **options)
+    with patch.object(session, "quant_config", nearest), process_group.global_ranges():
+        run = train(load_task_class(spec), spec, **options)
     weights = torch.cat([x.flatten() for x in run.model.state_dict().values()])
     return {
         "loss": run.history["loss"],
@@ -93,7 +93,7 @@ def worker(rank, folder):
         with own_ranges():
             found["own"] = operators.active is active.ops
         with pytest.raises(ValueError, match="the first one's"):
-            processes.by_first(lambda: int("the first one's"))
+            process_group.run_on_first(lambda: int("the first one's"))
     found["random"] = states[0]
     torch.save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
@@ -162,7 +162,7 @@ def test_another_number_of_processes_does_not_go_on(folder):
     with pytest.raises(
         ValueError, match="was written by 2 processes, and 1 would go on from it"
     ):
-        load_checkpoint(folder / "run.pt", Session(task_of(SPEC), SPEC))
+        load_checkpoint(folder / "run.pt", Session(load_task_class(SPEC), SPEC))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_another_number_of_processes_does_not_go_on(folder):
 def test_what_cannot_be_shared_is_refused_before_anything_runs(
     task, count, options, message, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(processes, "count", lambda: count)
+    monkeypatch.setattr(process_group, "size", lambda: count)
     spec = run_spec(recipe("smoke", task), "CR", q_max=8, seed=0, scale="smoke")
     with pytest.raises(ValueError, match=message):
         run_grid([spec], tmp_path / "rows.jsonl", **options)
@@ -200,19 +200,19 @@ def test_what_cannot_be_shared_is_refused_before_anything_runs(
 
 
 def test_shares_are_the_batch(monkeypatch):
-    task = task_of(SPEC)(SPEC, torch.device("cpu"))
+    task = load_task_class(SPEC)(SPEC, torch.device("cpu"))
     whole = next(
         array_batches(
             task.data.train, task.data, task.recipe, 3, torch.device("cpu"), 0
         )
     )
     parts = []
-    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(process_group, "size", lambda: 2)
     for rank in (0, 1):
-        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        parts.append(next(task.shared_batches(0, processes.share)))
-        assert processes.share([0, 1, 2, 3, 4]) == [[0, 1], [2, 3]][rank]
-        assert processes.share([7]) == [7]  # too few for all: everybody's
+        monkeypatch.setattr(process_group, "rank", lambda rank=rank: rank)
+        parts.append(next(task.shared_batches(0, process_group.local_part)))
+        assert process_group.local_part([0, 1, 2, 3, 4]) == [[0, 1], [2, 3]][rank]
+        assert process_group.local_part([7]) == [7]  # too few for all: everybody's
     for x, *shares in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat(shares), x)
 

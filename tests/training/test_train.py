@@ -13,9 +13,9 @@ from cpt_core.numerics import NUMERICS
 from cpt_extras.files import write_atomically
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks.base import task_of
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.tasks.image import ImageTask
-from cpt_lab.training.checkpoint import State, previous, resume, save_checkpoint
+from cpt_lab.training.checkpoint import RunState, previous_path, resume, save_checkpoint
 from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, evaluate, train
 
@@ -193,7 +193,7 @@ def stop_at(step, spec, checkpoint, **options):
     asked = iter(range(step))
     with pytest.raises(Stopped, match=f"at step {step} of {spec.recipe.steps}"):
         train(
-            task_of(spec),
+            load_task_class(spec),
             spec,
             checkpoint=checkpoint,
             should_stop=lambda: next(asked) == step - 1,
@@ -213,7 +213,7 @@ def stopped(tmp_path_factory):
         checkpoint.read_bytes(),
         checkpoint.with_name("run.previous.pt").read_bytes(),
     ]
-    return spec, train(task_of(spec), spec), files
+    return spec, train(load_task_class(spec), spec), files
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_left_alone(stopped, tmp_path):
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(stopped, tmp_path
     with pytest.raises(
         ValueError, match=f"belongs to run {spec.key}, not to {other.key}"
     ):
-        train(task_of(other), other, checkpoint=tmp_path / "run.pt")
+        train(load_task_class(other), other, checkpoint=tmp_path / "run.pt")
     assert os.listdir(tmp_path) == ["run.pt"]
 
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_other_data_is_set_aside(stopped, tmp_path, caplog):
     (tmp_path / "run.pt").write_bytes(newer)
     steps = []
 
-    class Changed(task_of(spec)):
+    class Changed(load_task_class(spec)):
         def __init__(self, *given):
             super().__init__(*given)
             self.data = replace(self.data, checksum="other")
@@ -261,7 +261,7 @@ def test_checkpoint_of_other_numerics_is_set_aside(
     monkeypatch.setattr("cpt_lab.training.checkpoint.NUMERICS", NUMERICS + 1)
     steps = []
     train(
-        task_of(spec),
+        load_task_class(spec),
         spec,
         checkpoint=tmp_path / "run.pt",
         on_step=lambda step, *_: steps.append(step),
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_changes_no_number(
     ):
         (tmp_path / name).write_bytes(DAMAGES[damage](content) if hurt else content)
     run = train(
-        task_of(spec),
+        load_task_class(spec),
         spec,
         checkpoint=checkpoint,
         on_step=lambda step, *_: steps.append(step),
@@ -378,7 +378,7 @@ def test_wherever_a_writer_is_killed_there_is_a_checkpoint(
         monkeypatch.setattr(
             os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here"))
         )
-    made = Session(task_of(spec), spec)
+    made = Session(load_task_class(spec), spec)
     monkeypatch.setattr(
         "torch.save", lambda content, file: file.write_bytes(newer[:-32])
     )
@@ -386,11 +386,11 @@ def test_wherever_a_writer_is_killed_there_is_a_checkpoint(
         checkpoint, ended = tmp_path / str(number) / "run.pt", False
         checkpoint.parent.mkdir()
         checkpoint.write_bytes(older)
-        previous(checkpoint).write_bytes(b"the one before")
+        previous_path(checkpoint).write_bytes(b"the one before")
         with pytest.MonkeyPatch.context() as patch:
             die_at(patch, number)
             try:
-                save_checkpoint(checkpoint, made, State())
+                save_checkpoint(checkpoint, made, RunState())
                 ended = True
             except Killed:
                 pass
@@ -400,7 +400,11 @@ def test_wherever_a_writer_is_killed_there_is_a_checkpoint(
         if ended:
             break
     assert number >= 5
-    assert (state.step, checkpoint.read_bytes(), previous(checkpoint).read_bytes()) == (
+    assert (
+        state.step,
+        checkpoint.read_bytes(),
+        previous_path(checkpoint).read_bytes(),
+    ) == (
         11,
         newer,
         older,
@@ -426,12 +430,12 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
     spec = spec_of(
         steps=40, n_cycles=2, crop=1, evaluate_every=15, train_images=100
     )  # batches of two sizes
-    straight, checkpoint = train(task_of(spec), spec), tmp_path / "run.pt"
+    straight, checkpoint = train(load_task_class(spec), spec), tmp_path / "run.pt"
     for stop_after in (1, 13, 20):  # three times, also in the middle of an epoch
         asked = iter(range(40))
         with pytest.raises(Stopped):
             train(
-                task_of(spec),
+                load_task_class(spec),
                 spec,
                 checkpoint=checkpoint,
                 should_stop=lambda n=stop_after, a=asked: next(a) == n,
@@ -440,7 +444,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
         2
     ):  # the second time from the checkpoint after the last step, as after a death in the evaluation
         resumed = train(
-            task_of(spec), spec, checkpoint=checkpoint, checkpoint_seconds=0.0
+            load_task_class(spec), spec, checkpoint=checkpoint, checkpoint_seconds=0.0
         )
         assert (resumed.history, resumed.metrics) == (
             straight.history,
@@ -454,7 +458,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
     spec = spec_of(steps=10, n_cycles=1)
     (tmp_path / "file").touch()
     run = train(
-        task_of(spec),
+        load_task_class(spec),
         spec,
         checkpoint=tmp_path / "file" / "run.pt",
         checkpoint_seconds=0.0,

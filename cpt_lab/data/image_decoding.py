@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.files import reading
-from cpt_lab.data.report import DataReport, count_of, list_counts, list_some
+from cpt_lab.data.files import explain_read_errors
+from cpt_lab.data.report import DataReport, list_counts, list_first, pluralize
 
 # of torchvision's ImageFolder, and others that Pillow reads without further libraries
-PICTURE_ENDINGS = tuple(
+IMAGE_ENDINGS = tuple(
     ".jpg .jpeg .jpe .jfif .png .bmp .ppm .pgm .pbm .pnm .tif .tiff .webp".split()
 )
 UNREAD_ENDINGS = tuple(  # of pictures that are not read
@@ -26,7 +26,7 @@ UNREAD_ENDINGS = tuple(  # of pictures that are not read
     ".cr2 .cr3 .nef .arw .orf .rw2 .dcm .nii .fits .pcx .sgi .apng .mpo .fli .xbm .xpm".split()
 )
 ORIENTATION = 0x0112  # EXIF tag: how a viewer must turn the picture
-TURNS = {  # its values, but for 1 ("as it is") -> methods of PIL.Image.Transpose
+TRANSPOSE_METHODS = {  # its values, but for 1 ("as it is") -> methods of PIL.Image.Transpose
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
     4: "FLIP_TOP_BOTTOM",
@@ -37,7 +37,7 @@ TURNS = {  # its values, but for 1 ("as it is") -> methods of PIL.Image.Transpos
 }
 TRANSPARENT_MODES = ("RGBA", "RGBa", "LA", "La", "PA")
 END_OF_JPEG = b"\xff\xd9"
-FULL_BITS = 16
+FULL_GREY_BITS = 16
 CONVERSIONS = {  # PIL's mode -> what becomes of it
     "L": "grey became three equal channels",
     "LA": "grey became three equal channels",
@@ -47,7 +47,7 @@ CONVERSIONS = {  # PIL's mode -> what becomes of it
 }
 
 
-class PictureFacts(NamedTuple):
+class ImageFacts(NamedTuple):
     """Facts about the file of one picture."""
 
     width: int  # in pixels, as stored, before any turn
@@ -94,32 +94,34 @@ def open_rgb(path: Path | str, bits: int | None = None, turn: bool = True) -> An
         ValueError: names a file that is damaged.
     """
     with (
-        reading(Path(path)),
+        explain_read_errors(Path(path)),
         import_optional("PIL.Image", "vision").open(path) as image,
     ):
-        return upright_rgb(image, bits, turn)
+        return to_upright_rgb(image, bits, turn)
 
 
-def upright_rgb(image: Any, bits: int | None = None, turn: bool = True) -> Any:
+def to_upright_rgb(image: Any, bits: int | None = None, turn: bool = True) -> Any:
     """Return a picture of PIL that was not loaded yet in mode RGB, turned as its EXIF orientation has it."""
-    orientation = orientation_of(image)
+    orientation = exif_orientation(image)
     if image.format == "TIFF" and orientation > 1 and not turn:
         raise ValueError(
             f"a TIFF file with EXIF orientation {orientation} is always turned; save it as .png"
         )
-    return turned(rgb(image, bits), orientation if turn else 1, image.format)
+    return apply_orientation(
+        to_rgb(image, bits), orientation if turn else 1, image.format
+    )
 
 
-def turned(image: Any, orientation: int, kind: str | None) -> Any:
+def apply_orientation(image: Any, orientation: int, kind: str | None) -> Any:
     """Return a picture of PIL turned by an EXIF orientation; those from TIFF files were turned when PIL loaded them."""
     if orientation == 1 or kind == "TIFF":
         return image
     return image.transpose(
-        import_optional("PIL.Image", "vision").Transpose[TURNS[orientation]]
+        import_optional("PIL.Image", "vision").Transpose[TRANSPOSE_METHODS[orientation]]
     )
 
 
-def rgb(image: Any, bits: int | None = None) -> Any:
+def to_rgb(image: Any, bits: int | None = None) -> Any:
     """Return a picture of PIL in mode RGB: grey ones get three equal channels, transparency is left out.
 
     Grey pictures of 16 bits are scaled to eight: PIL alone would cut off all above 255.
@@ -134,7 +136,9 @@ def rgb(image: Any, bits: int | None = None) -> Any:
     if _is_deep_grey(image.mode):
         values = _deep_values(image)
         if bits is None:
-            bits = _bits_for(int(values.max()), "a picture of 16 bits whose values end")
+            bits = _bits_holding(
+                int(values.max()), "a picture of 16 bits whose values end"
+            )
         scaled = np.minimum(values >> (bits - 8), 255)
         image = import_optional("PIL.Image", "vision").fromarray(
             scaled.astype(np.uint8)
@@ -155,14 +159,14 @@ def _deep_values(image: Any) -> np.ndarray:
     return values
 
 
-def _bits_for(largest: int, what: str, them: str = "it") -> int:
+def _bits_holding(largest: int, what: str, them: str = "it") -> int:
     """Return the number of bits that hold a value, 16 for black pictures; ValueError where it would be black."""
     if 0 < largest < 256:
         raise ValueError(f"{what} at {largest} would be black; save {them} with 8 bits")
-    return largest.bit_length() or FULL_BITS
+    return largest.bit_length() or FULL_GREY_BITS
 
 
-def orientation_of(image: Any) -> int:
+def exif_orientation(image: Any) -> int:
     """Return the EXIF orientation of a picture, 1 where there is none that PIL can read."""
     return _read_orientation(image)[0]
 
@@ -180,13 +184,18 @@ def _read_orientation(image: Any) -> tuple[int, bool]:
         except Exception:  # EXIF is written by anybody, and PIL raises nearly anything over damaged ones
             return 1, True
     value = tags.get(ORIENTATION, 1)
-    return (value if value in TURNS else 1), "exif" in image.info and not tags
+    return (
+        value if value in TRANSPOSE_METHODS else 1
+    ), "exif" in image.info and not tags
 
 
-def inspect_picture(path: Path) -> PictureFacts:
+def inspect_image_file(path: Path) -> ImageFacts:
     """Return facts about a picture; ValueError for a file that breaks off: it is noticed here, before any training."""
-    with reading(path), import_optional("PIL.Image", "vision").open(path) as image:
-        facts = inspect_image(image)
+    with (
+        explain_read_errors(path),
+        import_optional("PIL.Image", "vision").open(path) as image,
+    ):
+        facts = inspect_open_image(image)
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64))
             if (
@@ -196,7 +205,7 @@ def inspect_picture(path: Path) -> PictureFacts:
         return facts
 
 
-def inspect_image(image: Any) -> PictureFacts:
+def inspect_open_image(image: Any) -> ImageFacts:
     """Return facts about a picture of PIL that was not loaded yet; those of 16 bits are."""
     has_deep_channels = ";16" in str([tile[3] for tile in image.tile])
     frames = getattr(image, "n_frames", 1)
@@ -207,7 +216,7 @@ def inspect_image(image: Any) -> PictureFacts:
     if _is_deep_grey(mode):
         largest = int(_deep_values(image).max())
     elif has_deep_channels:
-        largest = max(high for _, high in _colour_extrema(image))
+        largest = max(high for _, high in _channel_extrema(image))
     if image.format == "TIFF" and orientation > 1:
         image.load()  # PIL turns it now
         shown_height, shown_width = image.height, image.width
@@ -218,7 +227,7 @@ def inspect_image(image: Any) -> PictureFacts:
         )
     else:
         stored = (image.height, image.width)
-    return PictureFacts(
+    return ImageFacts(
         width=stored[1],
         height=stored[0],
         mode=mode,
@@ -233,11 +242,11 @@ def inspect_image(image: Any) -> PictureFacts:
     )
 
 
-def _colour_extrema(image: Any) -> list[tuple[int, int]]:
+def _channel_extrema(image: Any) -> list[tuple[int, int]]:
     return image.convert("RGB").getextrema()
 
 
-def bits_of(dataset: str, pictures: Mapping[str, PictureFacts]) -> int | None:
+def grey_bits(dataset: str, pictures: Mapping[str, ImageFacts]) -> int | None:
     """Return how many of 16 bits the grey pictures of a data set use; None where no picture has 16 bits.
 
     Args:
@@ -250,36 +259,36 @@ def bits_of(dataset: str, pictures: Mapping[str, PictureFacts]) -> int | None:
     deep_colours = {
         name: p
         for name, p in pictures.items()
-        if p.depth == FULL_BITS and not p.is_deep_grey
+        if p.depth == FULL_GREY_BITS and not p.is_deep_grey
     }
     upper = max((p.largest for p in deep_colours.values()), default=255)
     if 0 < upper < 128:
         raise ValueError(
-            f"{dataset}: {count_of(len(deep_colours), 'colour picture')} of 16 bits per channel, whose values end "
+            f"{dataset}: {pluralize(len(deep_colours), 'colour picture')} of 16 bits per channel, whose values end "
             f"below {256 * (upper + 1):,} of 65,535, would be dark; save them with 8 bits per channel "
-            f"({list_some(sorted(deep_colours))})"
+            f"({list_first(sorted(deep_colours))})"
         )
     deep = {name: p for name, p in pictures.items() if p.is_deep_grey}
     if not deep:
         return None
     largest = max(p.largest for p in deep.values())
-    bits = _bits_for(
+    bits = _bits_holding(
         largest,
-        f"{dataset}: {count_of(len(deep), 'picture')} of 16 bits whose values end",
+        f"{dataset}: {pluralize(len(deep), 'picture')} of 16 bits whose values end",
         "them",
     )
     others = sorted(set(pictures) - set(deep))
-    if others and bits < FULL_BITS:
+    if others and bits < FULL_GREY_BITS:
         raise ValueError(
-            f"{dataset}: {count_of(len(deep), 'grey picture')} of 16 bits whose values end at {largest:,} "
-            f"({list_some(sorted(deep))}) stand beside {len(others):,} of 8 bits ({list_some(others)}), and nothing "
+            f"{dataset}: {pluralize(len(deep), 'grey picture')} of 16 bits whose values end at {largest:,} "
+            f"({list_first(sorted(deep))}) stand beside {len(others):,} of 8 bits ({list_first(others)}), and nothing "
             "says which value is white in both; save all with 8 bits"
         )
     return bits
 
 
-def report_pictures(
-    report: DataReport, pictures: Mapping[str, PictureFacts], bits: int | None
+def report_image_files(
+    report: DataReport, pictures: Mapping[str, ImageFacts], bits: int | None
 ) -> None:
     """Add facts about the files of pictures, by name: formats, modes, sizes, and what is converted.
 
@@ -292,17 +301,17 @@ def report_pictures(
     formats, modes = Counter(p.format for p in found), Counter(p.mode for p in found)
     report.add(
         "read",
-        f"{count_of(len(found), 'picture')}: formats {list_counts(formats)}; PIL's modes {list_counts(modes)}; "
+        f"{pluralize(len(found), 'picture')}: formats {list_counts(formats)}; PIL's modes {list_counts(modes)}; "
         f"{describe_sizes([p.shown_size for p in found])}",
     )
-    _report_named(
+    _report_matching(
         report,
         "read",
         pictures,
         lambda p: p.has_profile,
         "with a colour profile, which is not applied",
     )
-    _report_named(
+    _report_matching(
         report,
         "read",
         pictures,
@@ -311,7 +320,7 @@ def report_pictures(
     )
     _report_conversions(report, pictures)
     _report_depth(report, pictures, bits)
-    _report_named(
+    _report_matching(
         report,
         "changed",
         pictures,
@@ -320,9 +329,7 @@ def report_pictures(
     )
 
 
-def report_orientation(
-    report: DataReport, pictures: Mapping[str, PictureFacts]
-) -> None:
+def report_orientation(report: DataReport, pictures: Mapping[str, ImageFacts]) -> None:
     """Add a fact about the pictures that are turned as their EXIF orientation has it."""
     turned = {name: p for name, p in pictures.items() if p.orientation > 1}
     numbers = Counter(p.orientation for p in turned.values())
@@ -332,8 +339,8 @@ def report_orientation(
     if turned:
         report.add(
             "changed",
-            f"EXIF orientation applied to {count_of(len(turned), 'picture')}, as viewers do "
-            f"({kinds}; {list_some(sorted(turned))})",
+            f"EXIF orientation applied to {pluralize(len(turned), 'picture')}, as viewers do "
+            f"({kinds}; {list_first(sorted(turned))})",
         )
 
 
@@ -362,9 +369,7 @@ def describe_range(low: float, high: float) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _report_conversions(
-    report: DataReport, pictures: Mapping[str, PictureFacts]
-) -> None:
+def _report_conversions(report: DataReport, pictures: Mapping[str, ImageFacts]) -> None:
     for mode in sorted(
         {p.mode for p in pictures.values() if p.mode != "RGB" and not p.is_deep_grey}
     ):
@@ -376,7 +381,7 @@ def _report_conversions(
             of_mode = {
                 name: facts for name, facts in pictures.items() if facts.mode == mode
             }
-            _report_named(
+            _report_matching(
                 report,
                 "changed",
                 of_mode,
@@ -384,7 +389,7 @@ def _report_conversions(
                 f"of PIL's mode {mode}: {change}",
             )
     modes = Counter(p.mode for p in pictures.values() if p.has_transparency)
-    _report_named(
+    _report_matching(
         report,
         "changed",
         pictures,
@@ -394,34 +399,34 @@ def _report_conversions(
 
 
 def _report_depth(
-    report: DataReport, pictures: Mapping[str, PictureFacts], bits: int | None
+    report: DataReport, pictures: Mapping[str, ImageFacts], bits: int | None
 ) -> None:
     deep = [p.largest for p in pictures.values() if p.is_deep_grey]
     if deep and bits is not None:
         report.add(
             "changed",
-            f"{count_of(len(deep), 'grey picture')} of 16 bits, values up to {max(deep):,}: read as {bits} bits, "
+            f"{pluralize(len(deep), 'grey picture')} of 16 bits, values up to {max(deep):,}: read as {bits} bits, "
             "scaled to 8, three equal channels",
         )
-    _report_named(
+    _report_matching(
         report,
         "changed",
         pictures,
-        lambda p: p.depth == FULL_BITS and not p.is_deep_grey,
+        lambda p: p.depth == FULL_GREY_BITS and not p.is_deep_grey,
         "with 16 bits per channel: the upper 8 are read",
     )
 
 
-def _report_named(
+def _report_matching(
     report: DataReport,
     topic: str,
-    pictures: Mapping[str, PictureFacts],
-    applies: Callable[[PictureFacts], bool],
+    pictures: Mapping[str, ImageFacts],
+    applies: Callable[[ImageFacts], bool],
     text: str,
 ) -> None:
     """Add a fact on the pictures it applies to, with their number and first names, where there are any."""
     names = sorted(name for name, facts in pictures.items() if applies(facts))
     if names:
         report.add(
-            topic, f"{count_of(len(names), 'picture')} {text} ({list_some(names)})"
+            topic, f"{pluralize(len(names), 'picture')} {text} ({list_first(names)})"
         )
