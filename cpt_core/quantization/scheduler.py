@@ -1,4 +1,6 @@
-"""Drive the precision of a converted model: a scheduler for training, a context for evaluation.
+"""Bits of a converted model: ``PrecisionScheduler`` for training, ``precision`` for a block of code.
+
+``copy_ranges`` copies the running ranges of a model, which are no buffers, into a copy or an average of it.
 
 >>> from cpt_core import make_schedule, quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 2)))
@@ -15,7 +17,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,33 +32,62 @@ from cpt_core.validation import check_bits, check_int, check_types
 
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
+MAX_SCHEDULE_CHARACTERS = 1000  # of a schedule in a message
 EVAL_BITS = ("q_max", "current", "float")
-SEARCH_EVERY = 64  # steps, and at steps 1, 2, 4, ...: how often modules are looked for that came after quantize_
+# interval of the search for modules that were added after quantize_; it also runs at steps 1, 2, 4, ...
+SEARCH_INTERVAL_STEPS = 64
+
+
+class AssignedSchedule(NamedTuple):
+    """A schedule and the layers that it drives.
+
+    Attributes:
+        schedule: the schedule.
+        layers: names of its layers.
+    """
+
+    schedule: Schedule
+    layers: list[str]
+
+
+class _SavedBits(NamedTuple):
+    """Bits of a layer before a ``precision`` block."""
+
+    layer: LayerPrecision
+    active_levels: RoleLevels | None
+    owning_scheduler: Any
+    is_fixed: bool
+
+    def restore(self) -> None:
+        self.layer.active_levels = self.active_levels
+        self.layer.owning_scheduler = self.owning_scheduler
+        self.layer.is_fixed = self.is_fixed
 
 
 class PrecisionScheduler:
-    """Set the bits of a converted model at every optimizer step; works like ``torch.optim.lr_scheduler``.
+    """Scheduler of the bits of a converted model, used like ``torch.optim.lr_scheduler``.
 
     Args:
         model: a model converted by ``quantize_``.
         schedule: one schedule for all layers, or a mapping from patterns of layer names to schedules, such as
             ``{"layer4.*": s1, "*": s2}``, or a ``LayeredSchedule``: the first pattern that matches a layer decides.
             Patterns must cover every layer and each must match some layer.
-        q_grad: gradient level; None takes each schedule's ``q_max``, or what a ``RoleSchedules`` says.
-        optimizer: in a loop that is not yours, one to follow: each of its steps calls ``step()``, and its
-            ``state_dict`` holds that of the scheduler.
+        q_grad: gradient level; None takes each schedule's ``q_max``, or the gradient levels of a ``RoleSchedules``.
+        optimizer: optimizer to follow in a training loop that you cannot edit: each of its steps calls ``step()``, and
+            its ``state_dict`` contains that of the scheduler.
         eval_bits: precision after ``model.eval()``, until ``model.train()``: "q_max", "float" (no quantisation) or 1 to
-            32; "current" leaves it at the bits of the step.
+            32; "current" uses the bits of the step.
 
     The constructor applies step 0; call ``step()`` after ``optimizer.step()``. Past the last step the last bits stay.
     A copy of the model (``deepcopy``, pickle, ``AveragedModel``) is not driven, and has no precision: run it inside
-    ``precision(copy, "q_max")``. What is copied with its scheduler stays driven, but follows no optimizer.
+    ``precision(copy, "q_max")``. A model that is copied together with its scheduler stays driven, but the
+    copy of the scheduler follows no optimizer.
 
     Raises:
-        ValueError: for schedules that do not fit the layers, and for levels that a layer cannot take.
+        ValueError: for schedules that do not fit the layers, and for levels that a layer does not support.
 
     Warns:
-        UserWarning: once, when ``step()`` seems not to be called; for a copy that should follow an optimizer.
+        UserWarning: once, if ``step()`` seems not to be called; for a copy of a scheduler that follows an optimizer.
         QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
@@ -64,7 +95,7 @@ class PrecisionScheduler:
     """
 
     _model: weakref.ref[nn.Module] | None = None  # None in copies
-    _searched_at = -1  # the step at which modules that came late were last looked for
+    _searched_at = -1  # step of the last search for added modules
 
     def __init__(
         self,
@@ -80,26 +111,27 @@ class PrecisionScheduler:
         self.schedules = assign_schedules(schedule, self._layers)
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
         self.last_step = 0
-        self.follows = (
-            False  # whether the steps of an optimizer are those of the scheduler
-        )
+        self.follows = False  # whether the steps of an optimizer call advance()
         self._groups = {
-            p: [self._layers[n] for n in names]
-            for p, (_, names) in self.schedules.items()
+            pattern: [self._layers[name] for name in assigned.layers]
+            for pattern, assigned in self.schedules.items()
         }
-        self.total_steps = next(iter(self.schedules.values()))[0].total_steps
-        for pattern, (s, _) in self.schedules.items():
-            used = set(
-                zip(*(levels.tolist() for levels in s.levels(self.q_grad)), strict=True)
-            )
-            for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
-                layer.check_levels(RoleLevels(*levels))
+        self.total_steps = next(iter(self.schedules.values())).schedule.total_steps
+        for pattern, assigned in self.schedules.items():
+            self._check_levels(assigned.schedule, self._groups[pattern])
         if optimizer is not None:
             extensions.load("follow").follow(optimizer, self)
         self._apply()
         extensions.services("missing_steps").warn_of_missing_steps(self, model)
         self._model = weakref.ref(model)
         self._search_added_modules()
+
+    def _check_levels(self, schedule: Schedule, layers: list[LayerPrecision]) -> None:
+        """Raise ValueError for a level of a schedule that one of its layers does not support."""
+        levels_by_role = [levels.tolist() for levels in schedule.levels(self.q_grad)]
+        distinct_levels = sorted(set(zip(*levels_by_role, strict=True)))
+        for layer, levels in itertools.product(layers, distinct_levels):
+            layer.check_levels(RoleLevels(*levels))
 
     @property
     def eval_bits(self) -> EvalBits:
@@ -112,7 +144,7 @@ class PrecisionScheduler:
         self._apply()
 
     def step(self) -> None:
-        """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
+        """Set the bits of the next optimizer step; RuntimeError if the scheduler follows an optimizer."""
         if self.follows:
             raise RuntimeError(
                 "this scheduler follows its optimizer: every optimizer.step() calls step() already"
@@ -120,7 +152,7 @@ class PrecisionScheduler:
         self.advance()
 
     def advance(self) -> None:
-        """Go to the next optimizer step, also for an optimizer that the scheduler follows."""
+        """Set the bits of the next optimizer step, also on behalf of a followed optimizer."""
         self.last_step += 1
         if self.last_step == self.total_steps + 1:
             warnings.warn(
@@ -128,56 +160,58 @@ class PrecisionScheduler:
                 stacklevel=3,
             )
         self._apply()
-        if (
-            self.last_step & (self.last_step - 1) == 0
-            or self.last_step % SEARCH_EVERY == 0
-        ):
+        is_power_of_two = self.last_step & (self.last_step - 1) == 0
+        if is_power_of_two or self.last_step % SEARCH_INTERVAL_STEPS == 0:
             self._search_added_modules()
 
     def _search_added_modules(self) -> None:
-        """Warn of modules that came after ``quantize_``; once per step at most."""
+        """Warn of modules that were added after ``quantize_``, at most once per step."""
         model = None if self._model is None else self._model()
         if model is not None and self._searched_at != self.last_step:
             self._searched_at = self.last_step
             warn_of_added_modules(model)
 
     def get_last_bits(self) -> list[int]:
-        """Return the bits in force, one per schedule in the order they were given."""
+        """Return the active bits, one per schedule in the order they were given."""
         step = min(self.last_step, self.total_steps - 1)
-        return [schedule(step) for schedule, _ in self.schedules.values()]
+        return [assigned.schedule(step) for assigned in self.schedules.values()]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step {self.last_step} of {self.total_steps}, bits {self.get_last_bits()})"
 
     def _apply(self, only: Collection[LayerPrecision] | None = None) -> None:
+        """Set the bits of the current step in all layers, or in some of them."""
+        step = min(self.last_step, self.total_steps - 1)
         for pattern, layers in self._groups.items():
-            schedule = self.schedules[pattern][0]
-            step = min(self.last_step, self.total_steps - 1)
-            of_step = schedule.levels_at(step, self.q_grad)
+            schedule = self.schedules[pattern].schedule
+            step_levels = schedule.levels_at(step, self.q_grad)
 
-            for layer in layers if only is None else [x for x in layers if x in only]:
-                layer.highest, levels = schedule.highest, of_step
+            for layer in layers:
+                if only is not None and layer not in only:
+                    continue
+                layer.highest = schedule.highest
+                levels = step_levels
                 if not layer.training and self.eval_bits != "current":
-                    levels = merge_levels(
-                        resolve_levels("eval_bits", self.eval_bits, layer, pattern),
-                        levels,
+                    eval_levels = resolve_levels(
+                        "eval_bits", self.eval_bits, layer, pattern
                     )
+                    levels = merge_levels(eval_levels, step_levels)
                 if not layer.is_fixed:
                     layer.set_levels(levels, self)
 
     def _on_mode_change(self, layer: LayerPrecision) -> None:
-        """Give a layer that changed between training and evaluation the bits of its mode."""
+        """Set the bits of a layer that changed between training and evaluation."""
         if not layer.training:
             self._search_added_modules()
         if self.eval_bits != "current":
             self._apply({layer})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the model out of a copy."""
+        """Exclude the model from copies and pickles."""
         return {**vars(self), "_model": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Drive the layers that were copied together with their scheduler, and follow no optimizer."""
+        """Drive the layers that were copied together with the scheduler, without an optimizer."""
         if state["follows"]:
             warnings.warn(
                 "the copy of a PrecisionScheduler follows no optimizer: call its step()",
@@ -187,18 +221,21 @@ class PrecisionScheduler:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors."""
+        """Return step, schedules and running ranges for a checkpoint, as plain values and tensors.
+
+        A resumed run needs it besides the model's ``state_dict``.
+        """
         return {
             "numerics": NUMERICS,
             "last_step": self.last_step,
             "q_grad": self.q_grad,
             "schedules": {
-                pattern: schedule.to_dict()
-                for pattern, (schedule, _) in self.schedules.items()
+                pattern: assigned.schedule.to_dict()
+                for pattern, assigned in self.schedules.items()
             },
-            "ladders": {
-                name: d for name, p in self._layers.items() if (d := p.grids.to_dict())
-            },
+            "ladders": _non_empty(
+                {name: layer.grids.to_dict() for name, layer in self._layers.items()}
+            ),
             "layers": {
                 name: layer.get_running()
                 for name, layer in self._layers.items()
@@ -207,115 +244,156 @@ class PrecisionScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``, after a warning from other numerics; ValueError for another run's."""
+        """Continue a run from ``state_dict()``.
+
+        Raises:
+            ValueError: for the state of another run or release.
+
+        Warns:
+            UserWarning: for a state of other numerics, whose noise differs.
+        """
         check_types(self.load_state_dict, {"state": state})
-        if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
+        missing_entries = {"last_step", "q_grad", "schedules", "layers"} - set(state)
+        if missing_entries:
             raise ValueError(
-                f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}"
+                f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing_entries))}"
             )
         check_int("last_step", state["last_step"], 0)
         numerics = check_int(
             "numerics", state.get("numerics", NUMERICS_WITHOUT_VERSION), 1
         )
-        theirs = {
-            **state,
-            "ladders": {
-                n: d for n, d in state.get("ladders", {}).items() if any(d.values())
-            },
+
+        ladders = {
+            name: ladder
+            for name, ladder in state.get("ladders", {}).items()
+            if any(ladder.values())
         }
-        mine = {**self.state_dict(), "layers": self._layers}
-        if unknown := sorted(map(repr, set(state) - set(mine))):
-            said = f"state has entries that this release does not know: {', '.join(unknown)}. It is of another "
-            raise ValueError(
-                f"{said}release: go on with that one, or load the weights alone and start a new schedule"
-            )
+        checkpoint = {**state, "ladders": ladders}
+        current = {**self.state_dict(), "layers": self._layers}
+        _check_known_entries(state, current)
         wrappers = extensions.services("wrappers")
-        theirs, mine = (
-            wrappers.unwrapped(theirs) or theirs,
-            wrappers.unwrapped(mine) or mine,
-        )
-        for key in ("schedules", "q_grad", "ladders"):
-            if json.dumps(theirs[key]) != json.dumps(
-                mine[key]
-            ):  # tuples are lists there
-                said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
-                raise ValueError(said)
-        layers = mine["layers"]
-        odd = set(theirs["layers"]) ^ {
-            name for name, layer in layers.items() if layer.is_listed
-        }
-        # what turned out to multiply nothing has nothing to store, and one of the two may not know it yet
-        if odd := {
-            name for name in odd if name not in layers or layers[name].has_weights
-        }:
-            raise ValueError(
-                f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}"
-            )
-        for name, running in theirs["layers"].items():
-            if set(running) != (known := set(layers[name].get_running())):
-                raise ValueError(
-                    f"the checkpoint holds {sorted(running)} of layer {name!r}, which has {sorted(known)}"
-                )
-        for name, running in theirs["layers"].items():
-            layers[name].set_running(running)
+        checkpoint = wrappers.unwrapped(checkpoint) or checkpoint
+        current = wrappers.unwrapped(current) or current
+        _check_same_settings(checkpoint, current)
+        _check_same_layers(checkpoint["layers"], current["layers"])
+
+        for name, running in checkpoint["layers"].items():
+            current["layers"][name].set_running(running)
         self.last_step = int(state["last_step"])
         self._apply()
         if numerics != NUMERICS:
-            said = f"the state is of numerics {numerics}, and this release has {NUMERICS}: training goes on with other"
             warnings.warn(
-                f"{said} noise, so its losses are not those of one run; see cpt_core.numerics",
+                f"the state is of numerics {numerics}, and this release has {NUMERICS}: training goes on with other "
+                "noise, so its losses are not those of one run; see cpt_core.numerics",
                 stacklevel=2,
+            )
+
+
+def _non_empty(descriptions: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in descriptions.items() if value}
+
+
+def _check_known_entries(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise ValueError for entries of a state that this release does not know."""
+    unknown_entries = sorted(map(repr, set(state) - set(current)))
+    if unknown_entries:
+        raise ValueError(
+            f"state has entries that this release does not know: {', '.join(unknown_entries)}. It is of another "
+            "release: go on with that one, or load the weights alone and start a new schedule"
+        )
+
+
+def _check_same_settings(
+    checkpoint: Mapping[str, Any], current: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if schedules, gradient bits or ladders of a state differ from the scheduler's."""
+    for key in ("schedules", "q_grad", "ladders"):
+        # compared as JSON, in which tuples and lists are equal
+        if json.dumps(checkpoint[key]) != json.dumps(current[key]):
+            raise ValueError(
+                f"the checkpoint has {key} {_short(checkpoint[key])}, this scheduler {_short(current[key])}"
+            )
+
+
+def _check_same_layers(
+    checkpoint: Mapping[str, Mapping[str, Any]], layers: Mapping[str, LayerPrecision]
+) -> None:
+    """Raise ValueError if layers or ranges of a state differ from the model's."""
+    listed_layers = {name for name, layer in layers.items() if layer.is_listed}
+    # a layer without weights is in a checkpoint only if it had run before the checkpoint was written
+    different_layers = {
+        name
+        for name in set(checkpoint) ^ listed_layers
+        if name not in layers or layers[name].has_weights
+    }
+    if different_layers:
+        raise ValueError(
+            f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(different_layers))}"
+        )
+    for name, running in checkpoint.items():
+        range_names = set(layers[name].get_running())
+        if set(running) != range_names:
+            raise ValueError(
+                f"the checkpoint holds {sorted(running)} of layer {name!r}, which has {sorted(range_names)}"
             )
 
 
 def assign_schedules(
     schedule: Schedules, layers: Mapping[str, LayerPrecision | None]
-) -> dict[str, tuple[Schedule, list[str]]]:
-    """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
+) -> dict[str, AssignedSchedule]:
+    """Return pattern -> schedule and its layers; ValueError if the patterns do not fit the layers."""
     check_types(assign_schedules, {"schedule": schedule}, parts=True)
     schedule = getattr(schedule, "by_pattern", schedule)  # of a LayeredSchedule
     if not schedule:
         raise ValueError("schedule must name one for every layer, got {}")
-    given = {"*": schedule} if isinstance(schedule, Schedule) else dict(schedule)
-    if len({s.total_steps for s in given.values()}) != 1:
+    if isinstance(schedule, Schedule):
+        schedules = {"*": schedule}
+    else:
+        schedules = dict(schedule)
+
+    lengths = [s.total_steps for s in schedules.values()]
+    if len(set(lengths)) != 1:
+        raise ValueError(f"schedules must have one length, got {lengths} steps")
+    assigned = {pattern: AssignedSchedule(s, []) for pattern, s in schedules.items()}
+    for name, pattern in _match_patterns(layers, schedules, "schedule").items():
+        assigned[pattern].layers.append(name)
+    unused_patterns = [pattern for pattern, a in assigned.items() if not a.layers]
+    if unused_patterns:
         raise ValueError(
-            f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps"
-        )
-    assigned: dict[str, tuple[Schedule, list[str]]] = {
-        pattern: (s, []) for pattern, s in given.items()
-    }
-    for name, pattern in _patterns_of(layers, given, "schedule").items():
-        assigned[pattern][1].append(name)
-    if idle := [p for p, (_, names) in assigned.items() if not names]:
-        raise ValueError(
-            f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}"
+            f"pattern {unused_patterns[0]!r} matches no layer that is left; layers: {', '.join(layers)}"
         )
     return assigned
 
 
-def _patterns_of(
-    layers: Mapping[str, LayerPrecision | None], patterns: Collection[str], what: str
+def _match_patterns(
+    layers: Mapping[str, LayerPrecision | None],
+    patterns: Collection[str],
+    argument: str,
 ) -> dict[str, str]:
-    """Return layer -> the first pattern that matches; ValueError when a layer that has to match one matches none."""
-    found = {}
+    """Return layer -> the first pattern that matches it.
+
+    Raises:
+        ValueError: for a layer that needs bits and matches no pattern.
+    """
+    pattern_by_layer = {}
     order = {pattern: number for number, pattern in enumerate(patterns)}
-    wild = [
+    # a pattern without wildcards matches the layer of that name alone
+    wildcards = [
         pattern for pattern in patterns if any(sign in pattern for sign in "*?[")
-    ]  # others match their own name
-    for layer, own in layers.items():
-        candidates = [p for p in wild if fnmatchcase(layer, p)] + [layer] * (
-            layer in order
-        )
-        pattern = min(candidates, key=lambda candidate: order[candidate], default=None)
-        if pattern is not None:
-            found[layer] = pattern
-        elif (
-            own is None or own.has_weights
-        ):  # others may never multiply, and need no precision then
+    ]
+    for name, layer in layers.items():
+        candidates = [pattern for pattern in wildcards if fnmatchcase(name, pattern)]
+        if name in order:
+            candidates.append(name)
+        if candidates:
+            pattern_by_layer[name] = min(candidates, key=order.__getitem__)
+        # a layer without weights may never run a matmul, and then needs no bits
+        elif layer is None or layer.has_weights:
             raise ValueError(
-                f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
+                f"layer {name!r} matches none of the patterns of {argument}, {', '.join(patterns)}; "
+                "add '*' for the rest"
             )
-    return found
+    return pattern_by_layer
 
 
 @contextmanager
@@ -324,17 +402,17 @@ def precision(
     bits: int | str | Mapping[str, int],
     q_grad: int | str | None = None,
 ) -> Iterator[nn.Module]:
-    """Run ``model`` at a fixed precision inside a ``with`` block, also while it trains, then put the former one back.
+    """Run ``model`` at a fixed precision inside a ``with`` block, in training and evaluation; restore it afterwards.
 
     Args:
         model: a model converted by ``quantize_``.
-        bits: 1 to 32, "q_max" (of the schedule that drives each layer, role by role), "float" for no quantisation, or a
-            mapping from patterns of layer names to bits, of which the first that matches a layer decides.
-        q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
+        bits: 1 to 32, "q_max" (of each layer's schedule, role by role), "float" for no quantisation, or a mapping from
+            patterns of layer names to bits, of which the first that matches a layer decides.
+        q_grad: gradient bits; None keeps the active ones, or takes ``bits`` if none are set; with "float" gradients
             are not quantised either.
 
-    A backward pass may come after the block, at the bits that its forward pass had, unless ``torch.compile`` made it.
-    Schedulers count on, and set their bits after it. Copies that are made inside keep the bits of the block.
+    A backward pass after the block uses the bits of its forward pass, except in code of ``torch.compile``. Schedulers
+    continue to count steps, and set their bits after the block. Copies made inside keep the bits of the block.
 
     Raises:
         ValueError: for other values, patterns that do not cover every layer, or "q_max" when no
@@ -343,49 +421,41 @@ def precision(
     Warns:
         QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32.
     """
-    layers, by_pattern = (
-        all_precisions(model),
-        bits if isinstance(bits, Mapping) else {"*": bits},
-    )
-    patterns = _patterns_of(layers, by_pattern, "bits")
+    layers = all_precisions(model)
+    bits_by_pattern = bits if isinstance(bits, Mapping) else {"*": bits}
+    patterns = _match_patterns(layers, bits_by_pattern, "bits")
     warn_of_added_modules(model)
-    before = [
-        (layer, layer.active_levels, layer.owning_scheduler, layer.is_fixed)
+    former_bits = [
+        _SavedBits(layer, layer.active_levels, layer.owning_scheduler, layer.is_fixed)
         for layer in layers.values()
     ]
     try:
         for name, pattern in patterns.items():
             layer = layers[name]
-            values = resolve_levels("bits", by_pattern[pattern], layer, name)
+            levels = resolve_levels("bits", bits_by_pattern[pattern], layer, name)
             if q_grad is None:
-                layer.set_levels(merge_levels(values, layer.active_levels or values))
+                levels = merge_levels(levels, layer.active_levels or levels)
             else:
-                layer.set_levels(
-                    RoleLevels(
-                        *values[:2], *resolve_levels("q_grad", q_grad, layer, name)[2:]
-                    )
-                )
+                gradient_levels = resolve_levels("q_grad", q_grad, layer, name)
+                levels = RoleLevels(*levels[:2], *gradient_levels[2:])
+            layer.set_levels(levels)
             layer.is_fixed = True
         yield model
     finally:
-        for layer, in_force, driver, fixed in before:
-            layer.active_levels, layer.owning_scheduler, layer.is_fixed = (
-                in_force,
-                driver,
-                fixed,
-            )
-        for driver in dict.fromkeys(
-            driver for _, _, driver, _ in before if driver is not None
-        ):
-            driver._apply(
-                set(layers.values())
-            )  # a step, or another mode, may have come inside
+        schedulers = []
+        for saved in former_bits:
+            saved.restore()
+            if saved.owning_scheduler is not None:
+                schedulers.append(saved.owning_scheduler)
+        # a step, or a change of mode, may have happened inside the block
+        for scheduler in dict.fromkeys(schedulers):
+            scheduler._apply(set(layers.values()))
 
 
 def copy_ranges(source: nn.Module, target: nn.Module) -> None:
-    """Copy the running ranges of a model into another of the same layers.
+    """Copy the running ranges of ``source`` into ``target``, which has equal quantised layers.
 
-    Running ranges are no buffers: what averages or loads weights, such as ``AveragedModel``, leaves them as they are.
+    Running ranges are no buffers: code that averages or loads weights, such as ``AveragedModel``, does not copy them.
 
     Args:
         source: a model converted by ``quantize_``.
@@ -395,27 +465,27 @@ def copy_ranges(source: nn.Module, target: nn.Module) -> None:
         ValueError: for models whose quantised layers differ.
     """
     check_types(copy_ranges, {"source": source, "target": target})
-    source_layers, target_layers = (
-        _precisions_in("source", source),
-        _precisions_in("target", target),
-    )
+    source_layers = _precisions_in("source", source)
+    target_layers = _precisions_in("target", target)
     pairs = list(zip(source_layers.items(), target_layers.items(), strict=False))
-    if len(source_layers) != len(target_layers) or not all(
+    are_equal = len(source_layers) == len(target_layers) and all(
         _correspond(*first, *second) for first, second in pairs
-    ):
-        names = [
-            ", ".join(name or "the model itself" for name in layers)
-            for layers in (source_layers, target_layers)
-        ]
+    )
+    if not are_equal:
         raise ValueError(
-            f"source and target must have the same quantised layers, got {names[0]}; and {names[1]}"
+            "source and target must have the same quantised layers, "
+            f"got {_list_layers(source_layers)}; and {_list_layers(target_layers)}"
         )
     for (_, layer), (_, target_layer) in pairs:
         target_layer.set_running(layer.ranges())
 
 
+def _list_layers(layers: Mapping[str, LayerPrecision]) -> str:
+    return ", ".join(name or "the model itself" for name in layers)
+
+
 def _precisions_in(argument: str, model: nn.Module) -> dict[str, LayerPrecision]:
-    """Return the precisions of a model that is given as an argument."""
+    """Return the precisions of a model; its ValueError names the argument."""
     try:
         return all_precisions(model)
     except ValueError as error:
@@ -425,20 +495,23 @@ def _precisions_in(argument: str, model: nn.Module) -> dict[str, LayerPrecision]
 def _correspond(
     name: str, layer: LayerPrecision, wrapped_name: str, wrapped_layer: LayerPrecision
 ) -> bool:
-    """Return whether two layers have the same ranges and, but for wrappers, the same name."""
+    """Return whether two layers have equal range names and, apart from wrappers, equal names."""
     has_same_name = not name or f".{wrapped_name}".endswith(f".{name}")
     return has_same_name and set(layer.ranges()) == set(wrapped_layer.ranges())
 
 
 def merge_levels(values: RoleLevels, gradients: RoleLevels) -> RoleLevels:
-    """Return levels of other forward values; a forward pass in float32 has gradients in float32."""
-    return RoleLevels(
-        *values[:2], *(values if values.activation is None else gradients)[2:]
-    )
+    """Return the forward levels of ``values`` with the gradient levels of ``gradients``.
+
+    A forward pass in float32 has gradients in float32.
+    """
+    is_float32 = values.activation is None
+    gradient_levels = values[2:] if is_float32 else gradients[2:]
+    return RoleLevels(*values[:2], *gradient_levels)
 
 
 def check_eval_bits(value: Any) -> EvalBits:
-    """Return ``value`` when a model can be evaluated at it, else raise ValueError."""
+    """Return ``value`` if it is a valid ``eval_bits``, else raise ValueError."""
     if isinstance(value, str) and value in EVAL_BITS:
         return value
     return check_bits(f"eval_bits, if not {' or '.join(map(repr, EVAL_BITS))},", value)
@@ -447,7 +520,7 @@ def check_eval_bits(value: Any) -> EvalBits:
 def resolve_levels(
     argument: str, value: int | str, layer: LayerPrecision, name: str
 ) -> RoleLevels:
-    """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""
+    """Return the levels of all roles for a value of ``bits``, ``q_grad`` or ``eval_bits``."""
     if isinstance(value, str) and value == "float":
         return ALL_FLOAT32
     if isinstance(value, str) and value == "q_max":
@@ -464,6 +537,8 @@ def resolve_levels(
 
 
 def _short(value: Any) -> str:
-    """Write a value for an error: a schedule that changes at every step has megabytes."""
+    """Return the ``repr`` of a value, truncated: the table of a schedule may have megabytes."""
     text = repr(value)
-    return text if len(text) <= 1000 else f"{text[:1000]} ... ({len(text)} characters)"
+    if len(text) <= MAX_SCHEDULE_CHARACTERS:
+        return text
+    return f"{text[:MAX_SCHEDULE_CHARACTERS]} ... ({len(text)} characters)"

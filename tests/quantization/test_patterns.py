@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from cpt_core.quantization.convert import _excluded
-from cpt_core.quantization.scheduler import _patterns_of
+from cpt_core.quantization.scheduler import _match_patterns
 
 PARTS = {
     "0": nn.Identity(),
@@ -33,7 +33,7 @@ def test_patterns_match_as_one_by_one(seed):
     assert _excluded(MODEL, tuple(patterns), {}) == inside
     first = {name: next(p for p in patterns if fnmatchcase(name, p)) for name in hits}
     assert (
-        _patterns_of(
+        _match_patterns(
             {name: SimpleNamespace(has_weights=False) for name in NAMES},
             patterns,
             "schedule",
