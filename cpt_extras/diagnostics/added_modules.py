@@ -1,4 +1,4 @@
-"""Modules that came into a model after ``quantize_``, such as a new head: which run in float32, and a warning."""
+"""Modules that were added to a model after ``quantize_``, such as a new head, and the warning about them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ REMEDY = (
 
 
 def added_modules(model: nn.Module) -> dict[str, str | None]:
-    """Return modules with weights that were added to a converted model, and whose bits they have.
+    """Return the modules with weights that were added to a converted model, and the layers that quantise them.
 
     Returns:
-        Name of the module -> name of the layer whose bits its operations take, because it calls the module; None where
-        they run in float32. Modules that the user left out are not among them.
+        Name of the module -> name of the layer whose bits its operations have, because it calls the module; None where
+        they run in float32. Modules that the user excluded from quantisation are not listed.
     """
     modules = dict(model.named_modules())
     added = [
@@ -46,27 +46,27 @@ def added_modules(model: nn.Module) -> dict[str, str | None]:
     if not added:
         return {}
     roots, parts = _converted_roots(modules), layer_parts(model)
-    found: dict[str, str | None] = {}
+    callers: dict[str, str | None] = {}
     for name in added:
-        root = next(
-            (
-                root
-                for root in roots
-                if name != root and f"{name}.".startswith(root and f"{root}.")
-            ),
-            None,
-        )
-        if (
-            root is None
-            or name in parts
-            or _is_left_out(roots[root], name, root, modules)
-        ):
+        root = _root_around(name, roots)
+        if root is None or name in parts:
+            continue
+        if _is_excluded(roots[root], name, root, modules):
             continue
         caller = _caller(name, modules)
-        found[name] = (
-            None if caller is None or caller.precision is None else caller.name
-        )
-    return found
+        callers[name] = None
+        if caller is not None and caller.precision is not None:
+            callers[name] = caller.name
+    return callers
+
+
+def _root_around(name: str, roots: Mapping[str, Interception]) -> str | None:
+    """Return the name of the converted model that a module is in; None without one."""
+    for root in roots:
+        prefix = f"{root}." if root else ""
+        if name != root and f"{name}.".startswith(prefix):
+            return root
+    return None
 
 
 def _converted_roots(modules: Mapping[str, nn.Module]) -> dict[str, Interception]:
@@ -83,94 +83,92 @@ def _converted_roots(modules: Mapping[str, nn.Module]) -> dict[str, Interception
     return roots
 
 
-def _is_left_out(
+def _is_excluded(
     interception: Interception, name: str, root: str, modules: Mapping[str, nn.Module]
 ) -> bool:
-    """Return whether the user named a module, or what it is in, when the model was converted."""
-    own_name = name.removeprefix(root).removeprefix(".")
+    """Return whether the user excluded a module, or a module around it, when the model was converted."""
+    name_in_root = name.removeprefix(root).removeprefix(".")
     mode: Any = interception.mode
-    inside = own_name.split(".")
-    names = [".".join(inside[: depth + 1]) for depth in range(len(inside))]
+    parts = name_in_root.split(".")
+    names = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
     if any(fnmatchcase(place, pattern) for place in names for pattern in mode.float32):
         return True
     if mode.filter_fn is None:
         return False
     try:
-        return not mode.filter_fn(modules[name], own_name)
+        return not mode.filter_fn(modules[name], name_in_root)
     except LookupError:  # a table of names, which lacks the new ones
         return False
 
 
 def _caller(name: str, modules: Mapping[str, nn.Module]) -> Interception | None:
-    """Return the interception of the innermost module around another one that runs code of its own."""
+    """Return the interception of the innermost module around ``name`` that has its own forward."""
     while name:
         name = name.rpartition(".")[0]
-        around = modules[name]
-        if HOOK in vars(around) and has_own_forward(around):
-            interception: Interception = getattr(around, HOOK)
+        module = modules[name]
+        if HOOK in vars(module) and has_own_forward(module):
+            interception: Interception = getattr(module, HOOK)
             return interception
     return None
 
 
-def _traced_products(model: nn.Module) -> dict[str, list[str]]:
-    """Return graphs that were traced from converted models, with the functions that run in float32 in them."""
-    found = {}
+def _traced_matmuls(model: nn.Module) -> dict[str, list[str]]:
+    """Return the graphs that were traced from converted models, with their matmuls, which run in float32."""
+    matmuls_by_graph = {}
     for name, module in model.named_modules():
-        if isinstance(module, fx.GraphModule) and HOOK not in vars(module):
-            if any(HOOK in vars(part) for part in module.modules()):
-                products = [
-                    str(node.name) for node in module.graph.nodes if _is_product(node)
-                ]
-                if products:
-                    found[name] = products
-    return found
+        if not isinstance(module, fx.GraphModule) or HOOK in vars(module):
+            continue
+        if not any(HOOK in vars(part) for part in module.modules()):
+            continue
+        matmuls = [str(node.name) for node in module.graph.nodes if _is_matmul(node)]
+        if matmuls:
+            matmuls_by_graph[name] = matmuls
+    return matmuls_by_graph
 
 
-def _is_product(node: fx.Node) -> bool:
-    target: Any = (
-        getattr(Tensor, str(node.target), None)
-        if node.op == "call_method"
-        else node.target
-    )
-    return node.op in ("call_function", "call_method") and (
-        target in OP_HANDLERS or target in COMPOSITE_OPS
-    )
+def _is_matmul(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op == "call_method":
+        target = getattr(Tensor, str(node.target), None)
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and (target in OP_HANDLERS or target in COMPOSITE_OPS)
 
 
 def warn_of_added_modules(model: nn.Module) -> None:
     """Warn once of every module that was added to a converted model and runs in float32."""
-    modes = (
-        getattr(module, HOOK).mode
-        for module in model.modules()
-        if hasattr(module, HOOK)
-    )
-    given = next(
-        (mode.issued_warnings for mode in modes if isinstance(mode, ModelMode)),
-        set[str](),
-    )
+    issued_warnings = _issued_warnings(model)
     in_float32 = [
         name
         for name, layer in added_modules(model).items()
-        if layer is None and name not in given
+        if layer is None and name not in issued_warnings
     ]
     if in_float32:
-        given.update(in_float32)
-        listed = ", ".join(
+        issued_warnings.update(in_float32)
+        module_list = ", ".join(
             f"{name!r} ({type(model.get_submodule(name)).__name__})"
             for name in in_float32[:5]
         )
         more = f" and {len(in_float32) - 5} more" if len(in_float32) > 5 else ""
         warnings.warn(
-            f"{FallbackReason.ADDED_LATER.describe()}, and in float32: {listed}{more}. {REMEDY}",
+            f"{FallbackReason.ADDED_LATER.describe()}, and in float32: {module_list}{more}. {REMEDY}",
             QuantizationWarning,
             stacklevel=4,
         )
-    for name, products in _traced_products(model).items():
-        if f"{name} traced" not in given:
-            given.add(f"{name} traced")
+    for name, matmuls in _traced_matmuls(model).items():
+        if f"{name} traced" not in issued_warnings:
+            issued_warnings.add(f"{name} traced")
             warnings.warn(
                 f"{name or 'the model'} was {FallbackReason.TRACED_LATER.describe()}, and its matmuls "
-                f"{', '.join(products)} run in float32: trace the model first, then call quantize_ on the GraphModule",
+                f"{', '.join(matmuls)} run in float32: trace the model first, then call quantize_ on the GraphModule",
                 QuantizationWarning,
                 stacklevel=4,
             )
+
+
+def _issued_warnings(model: nn.Module) -> set[str]:
+    """Return the names of the warnings that a converted model has issued; an update marks further ones as issued."""
+    for module in model.modules():
+        mode = getattr(module, HOOK).mode if hasattr(module, HOOK) else None
+        if isinstance(mode, ModelMode):
+            return mode.issued_warnings
+    return set()

@@ -1,13 +1,13 @@
-"""Look before training: which operations of a step run quantised, and what low precision breaks.
+"""Check of a converted model before training: the operations that run quantised, and broken invariances.
 
 ``summary`` lists what was converted; it does not see what a program does with a weight. ``check`` runs one step, and
 compares the operations that were intercepted with those that torch executed, in both passes, see ``not_intercepted``.
-Then it asks whether outputs that float32 keeps stay at low precision, too, see ``invariances``.
+Then it tests whether outputs that do not change in float32 do not change at low precision either, see ``invariances``.
 
 >>> from cpt_core.quantization.convert import QuantConfig, quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
->>> found = check(model, (torch.ones(5, 4),))
->>> found.ok, f"{found.quantized_share:.0%}", [executed.layer for executed in found.float32]
+>>> result = check(model, (torch.ones(5, 4),))
+>>> result.ok, f"{result.quantized_share:.0%}", [executed.layer for executed in result.float32]
 (True, '67%', ['1'])
 """
 
@@ -41,7 +41,7 @@ from cpt_extras.diagnostics.invariances import (
 from cpt_extras.diagnostics.not_intercepted import NotIntercepted
 from cpt_extras.diagnostics.repeated_runs import simulated
 
-BITS = 8  # any number would do
+CHECK_BITS = 8  # arbitrary: the operations do not depend on the bits
 NOT_INTERCEPTED = FallbackReason.NOT_INTERCEPTED.describe()
 
 
@@ -50,11 +50,11 @@ class Executed:
     """The operations of one kind that a layer executed in one step.
 
     Attributes:
-        layer: the layer that they belong to; the innermost running module where nothing intercepted them.
-        operation: its name, such as "linear" or "conv2d"; torch's own where nothing intercepted it.
-        backward: an input or weight gradient.
-        quantized: both operands were rounded.
-        intercepted: whether the mode of the model saw it; else it cannot be quantised, nor is it priced.
+        layer: name of the layer; of the innermost running module where nothing intercepted the operations.
+        operation: name such as "linear" or "conv2d"; torch's own name where nothing intercepted the operations.
+        backward: whether they compute an input or weight gradient.
+        quantized: whether both operands were rounded.
+        intercepted: whether the mode of the model intercepted them; others can be neither quantised nor priced.
         macs: multiply-accumulates of a step.
     """
 
@@ -68,16 +68,16 @@ class Executed:
 
 @dataclass(frozen=True)
 class Check:
-    """What ran in one step, and which invariances hold; ``print`` it.
+    """Result of ``check``: the operations of one step, and the invariances; ``print`` it.
 
     Attributes:
         operations: all matmuls and convolutions, forward and backward, in the order in which they first ran.
-        bypassed: quantised layers none of whose operations was intercepted, although their weights got a gradient in a
-            step with operations that nothing intercepted, or that a module around them ran in float32.
-        unused: quantised layers that took no part in the step.
-        no_gradient: parameters need gradients, and no backward pass was seen.
-        invariances: the answers of ``invariances``; empty where nobody asked.
-        filled: layers whose running ranges were empty, and were filled from the inputs to ask for invariances.
+        bypassed: names of quantised layers without an intercepted operation, although their weights got a gradient in
+            a step with operations that nothing intercepted, or that a module around them ran in float32.
+        unused: names of quantised layers that took no part in the step.
+        no_gradient: whether parameters need gradients, but no backward pass ran.
+        invariances: results of the tests of invariances; empty when not requested.
+        filled: names of layers whose running ranges were empty, and were filled from the inputs for these tests.
         has_details: whether ``print`` shows every operation, as ``details()`` does.
     """
 
@@ -91,27 +91,24 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether both passes were seen, all of their operations intercepted, and no invariance is broken."""
-        return (
-            not self.no_gradient
-            and all(e.intercepted for e in self.operations)
-            and not self.broken
-        )
+        """Whether both passes ran, all of their operations were intercepted, and no invariance is broken."""
+        all_intercepted = all(e.intercepted for e in self.operations)
+        return not self.no_gradient and all_intercepted and not self.broken
 
     @property
     def broken(self) -> list[Invariance]:
-        """The invariances that float32 has and the quantised model has not."""
-        return [answer for answer in self.invariances if answer.status == BROKEN]
+        """The invariances that hold in float32, but not in the quantised model."""
+        return [result for result in self.invariances if result.status == BROKEN]
 
     @property
     def float32(self) -> list[Executed]:
         """The operations of the forward pass that ran unquantised, the largest first."""
-        plain = [e for e in self.operations if not e.backward and not e.quantized]
-        return sorted(plain, key=lambda e: -e.macs)
+        unquantized = [e for e in self.operations if not e.backward and not e.quantized]
+        return sorted(unquantized, key=lambda e: -e.macs)
 
     @property
     def forward(self) -> ForwardMacs:
-        """The MACs of the forward pass, of which shares are."""
+        """The MACs of the forward pass, from which shares are computed."""
         forward = ForwardMacs()
         for e in self.operations:
             if not e.backward:
@@ -120,18 +117,24 @@ class Check:
 
     @property
     def quantized_share(self) -> float:
-        """MACs of the matmuls and convolutions of the forward pass that ran quantised, of all."""
+        """Share of the MACs of the forward pass that ran quantised."""
         return self.forward.quantized_share
 
     def details(self) -> str:
         """Return a table of all operations."""
         rows = [("layer", "operation", "pass", "MACs", "precision")]
         for e in self.operations:
-            note = "" if e.intercepted else f" ({NOT_INTERCEPTED})"
-            kind = "quantised" if e.quantized else "float32"
-            pass_ = "backward" if e.backward else "forward"
+            precision_text = "quantised" if e.quantized else "float32"
+            if not e.intercepted:
+                precision_text += f" ({NOT_INTERCEPTED})"
             rows.append(
-                (e.layer or "(model)", e.operation, pass_, f"{e.macs:,}", kind + note)
+                (
+                    e.layer or "(model)",
+                    e.operation,
+                    "backward" if e.backward else "forward",
+                    f"{e.macs:,}",
+                    precision_text,
+                )
             )
         return _table(rows, numbers=(3,))
 
@@ -141,17 +144,15 @@ class Check:
         for layer in dict.fromkeys(e.layer for e in self.operations):
             executed = [e for e in self.operations if e.layer == layer]
             names = ", ".join(dict.fromkeys(e.operation for e in executed))
-            macs = [
-                sum(e.macs for e in executed if e.backward == backward)
-                for backward in (False, True)
-            ]
+            forward_macs = sum(e.macs for e in executed if not e.backward)
+            backward_macs = sum(e.macs for e in executed if e.backward)
             rows.append(
                 (
                     layer or "(model)",
                     names,
-                    f"{macs[0]:,}",
-                    f"{macs[1]:,}",
-                    _precision_of(executed),
+                    f"{forward_macs:,}",
+                    f"{backward_macs:,}",
+                    _precision_text(executed),
                 )
             )
         return _table(rows, numbers=(2, 3))
@@ -162,40 +163,37 @@ class Check:
         lines.append(
             f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass"
         )
-        for what, names in (
+        for problem, names in (
             (FallbackReason.BYPASSED.describe(), self.bypassed),
             ("took no part in the step", self.unused),
         ):
             if names:
-                lines.append(
-                    f"{what}: {', '.join(name or '(model)' for name in names)}"
-                )
+                shown_names = ", ".join(name or "(model)" for name in names)
+                lines.append(f"{problem}: {shown_names}")
         if self.no_gradient:
             lines.append(
                 "no parameter got a gradient: no backward pass was seen from the tensors that forward returns"
             )
         if self.invariances:
-            lines += ["", *self._answers()]
+            lines += ["", *self._invariance_lines()]
         return "\n".join(lines)
 
-    def _answers(self) -> list[str]:
+    def _invariance_lines(self) -> list[str]:
         """Return the invariances in words; those that are not applicable in one line."""
-        asked = [
-            answer for answer in self.invariances if answer.status != NOT_APPLICABLE
-        ]
         rows = [("invariance", "")]
-        lines = _table(
-            rows + [(answer.name, str(answer)) for answer in asked]
-        ).splitlines()
-        others = [
-            answer.name
-            for answer in self.invariances
-            if answer.status == NOT_APPLICABLE
-        ]
-        if others:
-            lines.append(f"not applicable: {'; '.join(others)}")
-        if self.filled and asked:
-            layers = f"{len(self.filled)} layer{'s' * (len(self.filled) > 1)}"
+        not_applicable = []
+        for result in self.invariances:
+            if result.status == NOT_APPLICABLE:
+                not_applicable.append(result.name)
+            else:
+                rows.append((result.name, str(result)))
+
+        lines = _table(rows).splitlines()
+        if not_applicable:
+            lines.append(f"not applicable: {'; '.join(not_applicable)}")
+        if self.filled and len(rows) > 1:
+            n = len(self.filled)
+            layers = f"{n} layers" if n > 1 else f"{n} layer"
             lines += [
                 f"{layers} had no running ranges yet: they were filled from these inputs, to ask. Until training or a",
                 "checkpoint fills them, evaluation rounds on the batch at hand, and samples move each other",
@@ -204,27 +202,32 @@ class Check:
 
 
 def _table(rows: Sequence[tuple[str, ...]], numbers: Collection[int] = ()) -> str:
-    """Write rows in columns, ``numbers`` of which are aligned to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(w) if i in numbers else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    """Return rows as aligned columns; the columns in ``numbers`` are aligned to the right."""
+    aligned_columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width = max(len(cell) for cell in column)
+        if i in numbers:
+            aligned_columns.append([cell.rjust(width) for cell in column])
+        else:
+            aligned_columns.append([cell.ljust(width) for cell in column])
+    lines = ["  ".join(row).rstrip() for row in zip(*aligned_columns, strict=True)]
     return "\n".join(lines)
 
 
-def _precision_of(executed: Sequence[Executed]) -> str:
-    """Return in words what ran quantised of the forward operations of a layer, and what nothing intercepted."""
+def _precision_text(executed: Sequence[Executed]) -> str:
+    """Return the precision of a layer's forward operations in words, and the operations that nothing intercepted."""
     forward = [e for e in executed if not e.backward] or executed
-    share = sum(e.macs for e in forward if e.quantized) / max(
-        1, sum(e.macs for e in forward)
-    )
+    quantized_macs = sum(e.macs for e in forward if e.quantized)
+    share = quantized_macs / max(1, sum(e.macs for e in forward))
+    if share == 1:
+        text = "quantised"
+    elif share == 0:
+        text = "float32"
+    else:
+        text = f"{share:.0%} quantised"
+
     missed = dict.fromkeys(e.operation for e in executed if not e.intercepted)
-    words = {1.0: "quantised", 0.0: "float32"}.get(share, f"{share:.0%} quantised")
-    return f"{words} ({NOT_INTERCEPTED}: {', '.join(missed)})" if missed else words
+    return f"{text} ({NOT_INTERCEPTED}: {', '.join(missed)})" if missed else text
 
 
 def check(
@@ -234,20 +237,20 @@ def check(
     invariances: bool = True,
     details: bool = False,
 ) -> Check:
-    """Run a converted model and tell what of it is quantised, and whether low precision breaks an invariance.
+    """Run a converted model; return the operations that ran quantised, and the invariances that low precision breaks.
 
-    A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
-    Parameters, gradients, statistics, ranges, bits and random numbers are afterwards what they were, and so is the
-    graph that inputs may hang on. Other number formats and 8-bit integers are checked as the paper's simulation, which
-    has the same operations; ``summary`` says which matmuls run on integers.
+    It runs a forward pass at 8 bits in the current mode of the model, and the backward pass of the sum of its outputs,
+    both eager. Parameters, gradients, statistics, ranges, bits and random numbers are restored afterwards, and the
+    autograd graph of the inputs does not change. Other number formats and 8-bit integers are checked as the paper's
+    simulation, which has the same operations; ``summary`` says which matmuls run on integers.
 
-    Then the model is evaluated at 4 bits, or the next that its formats have, some 10 to 40 times: see ``invariances``.
+    Then the model is evaluated at 4 bits, or the next level of its formats, some 10 to 40 times: see ``invariances``.
 
     Args:
         model: converted by ``quantize_``; on the device of the inputs.
-        inputs: the arguments of its forward; real data of any batch size. Invariances want two samples or more; a few
+        inputs: the arguments of its forward; real data of any batch size. Invariances need two samples or more; a few
             short ones take less time.
-        invariances: whether to ask for invariances.
+        invariances: whether to test invariances.
         details: whether the printout has a line for every operation instead of one for every layer.
 
     Raises:
@@ -257,24 +260,23 @@ def check(
     check_inputs(inputs)
     check_types(check, {"invariances": invariances, "details": details})
     layer_precisions(model)
-    inputs = _copy(inputs)
+    inputs = _detach(inputs)
     extensions.services("processes").check_unsharded(model, "check it")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
     def report(operation: Operation) -> Callable[[], None] | None:
         layer, function = operation.layer, operation.function
-        if (
-            operation.part not in ("", PRODUCTS) or not operation.macs
-        ):  # an expert may have no token
+        is_counted_here = operation.part in ("", PRODUCTS)
+        if not is_counted_here or not operation.macs:  # an expert may have no token
             return None
         is_quantized = operation.precision is not None
         macs[layer, function, False, is_quantized, True] += operation.macs
 
         def on_gradient() -> None:
-            if gradients := operation.error + operation.weight:
-                macs[layer, function, True, is_quantized, True] += (
-                    gradients * operation.macs
-                )
+            gradients = operation.error + operation.weight
+            if gradients:
+                backward_macs = gradients * operation.macs
+                macs[layer, function, True, is_quantized, True] += backward_macs
 
         return on_gradient
 
@@ -282,7 +284,7 @@ def check(
     with (
         preserve_state(model, inputs),
         simulated(all_precisions(model)),
-        precision(model, BITS, BITS),
+        precision(model, CHECK_BITS, CHECK_BITS),
     ):
         with (
             warnings.catch_warnings(),
@@ -291,51 +293,78 @@ def check(
         ):
             warnings.simplefilter("ignore")
             trained = _run_step(model, inputs)
+
     operations = tuple(Executed(*key, n) for key, n in macs.items())
-    used = {e.layer for e in operations if e.intercepted}
-    silent = [name for name in layer_precisions(model) if name not in used]
-    with_gradient = {parameter.rpartition(".")[0] for parameter in trained}
-    is_complete = all(e.intercepted for e in operations)
-    in_float32 = {e.layer for e in operations if not e.quantized}
-    bypassed = tuple(
-        name
-        for name in silent
-        if name in with_gradient and (not is_complete or _is_below(name, in_float32))
-    )
-    unused = tuple(name for name in silent if name not in with_gradient)
+    bypassed, unused = _silent_layers(model, operations, trained)
     needs_gradient = any(p.requires_grad for p in model.parameters())
-    no_gradient = (
-        needs_gradient and not trained and not any(e.backward for e in operations)
+    has_backward = bool(trained) or any(e.backward for e in operations)
+    results: tuple[Invariance, ...] = ()
+    filled: tuple[str, ...] = ()
+    if invariances:
+        results, filled = _test_invariances(model, inputs)
+    return Check(
+        operations,
+        bypassed,
+        unused,
+        needs_gradient and not has_backward,
+        results,
+        filled,
+        details,
     )
-    answers, filled = _ask(model, inputs) if invariances else ((), ())
-    return Check(operations, bypassed, unused, no_gradient, answers, filled, details)
 
 
-def _ask(
+def _silent_layers(
+    model: nn.Module, operations: Sequence[Executed], trained: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the quantised layers without an intercepted operation: the bypassed ones, and the unused ones.
+
+    Args:
+        model: the converted model.
+        operations: of a step.
+        trained: names of the parameters that got a gradient.
+    """
+    used = {e.layer for e in operations if e.intercepted}
+    in_float32 = {e.layer for e in operations if not e.quantized}
+    all_intercepted = all(e.intercepted for e in operations)
+    with_gradient = {parameter.rpartition(".")[0] for parameter in trained}
+
+    bypassed, unused = [], []
+    for name in layer_precisions(model):
+        if name in used:
+            continue
+        if name not in with_gradient:
+            unused.append(name)
+        elif not all_intercepted or _is_below(name, in_float32):
+            bypassed.append(name)
+    return tuple(bypassed), tuple(unused)
+
+
+def _test_invariances(
     model: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[tuple[Invariance, ...], tuple[str, ...]]:
-    """Return the answers of ``find_invariances``; the model is afterwards what it was."""
+    """Return the results of ``find_invariances``, and restore the model."""
     with preserve_state(model, inputs), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        answers, filled = find_invariances(model, inputs)
-    return tuple(answers), tuple(filled)
+        results, filled = find_invariances(model, inputs)
+    return tuple(results), tuple(filled)
 
 
-def _copy(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return inputs without the graphs that they hang on; parameters stay parameters."""
+def _detach(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return copies of inputs without their autograd graphs; parameters stay parameters."""
     parameters: dict[int, Any] = {
         id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)
     }
-    copied: tuple[Any, ...] = copy_inputs(inputs, False, parameters)
-    return copied
+    copies: tuple[Any, ...] = copy_inputs(inputs, False, parameters)
+    return copies
 
 
 def _is_below(name: str, layers: Collection[str]) -> bool:
-    """Return whether a layer is inside of one of others."""
-    return any(
-        layer != name and f"{name}.".startswith(layer and f"{layer}.")
-        for layer in layers
-    )
+    """Return whether a layer is inside one of ``layers``."""
+    for layer in layers:
+        prefix = f"{layer}." if layer else ""
+        if layer != name and f"{name}.".startswith(prefix):
+            return True
+    return False
 
 
 def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
@@ -348,9 +377,8 @@ def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
     ]
     if not sums or not sources:
         return set()
-    with torch.autocast(
-        sums[0].device.type, enabled=False
-    ):  # as in training: the block is around the forward pass
+    # in a training the autocast block is around the forward pass alone
+    with torch.autocast(sums[0].device.type, enabled=False):
         gradients = torch.autograd.grad(sums, sources, allow_unused=True)
     return {
         name

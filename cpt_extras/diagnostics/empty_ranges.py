@@ -1,4 +1,4 @@
-"""Warning about evaluation on running ranges that nothing has filled, as after loading ``model.state_dict()`` alone."""
+"""Warning about evaluation on empty running ranges, as after loading ``model.state_dict()`` alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ EMPTY_RANGES = "empty ranges"  # the name of the warning
 def warn_of_empty_range(precision: LayerPrecision, role: str, weight: Tensor) -> None:
     """Warn once per model where a layer evaluates with an empty running range.
 
-    Nothing is said of a model that a scheduler drives from its own first step on, which may be evaluated before it is
-    trained.
+    A model that a scheduler drives from its own first step on may be evaluated before it is trained: then there is no
+    warning.
+
+    Args:
+        precision: of the layer.
+        role: of the tensor with the range.
+        weight: of the running range; 0 when nothing has filled it.
     """
-    given = precision.issued_warnings
-    if (
-        given is None
-        or EMPTY_RANGES in given
-        or not _can_read(weight)
-        or float(weight) > 0
-    ):
+    issued_warnings = precision.issued_warnings
+    if issued_warnings is None or EMPTY_RANGES in issued_warnings:
+        return
+    if not _can_read(weight) or float(weight) > 0:
         return
     if precision.highest is not None and not precision.has_loaded:
         return
-    given.add(EMPTY_RANGES)
+    issued_warnings.add(EMPTY_RANGES)
     warnings.warn(
         f"layer {precision.name!r} has no running range of its {role} yet: evaluation rounds every batch on a range of "
         "its own, so that the result for one sample depends on the others. Of a model that was trained quantised load "

@@ -1,8 +1,8 @@
-"""Sums in float64 whose results are rounded to float32, so that they do not depend on how a library splits them.
+"""Sums in float64 that are rounded to float32, so that they do not depend on the order of additions.
 
-A library of matrix products adds in another order for another number of rows: one sample alone and the same sample in
-its batch differ in the last digit of float32. Such a difference is no fault, but a number that lies half-way between
-two values of a grid is then rounded to another one. Of float64 sums, the rounded results are the same.
+A matmul library adds in another order for another number of rows: one sample alone and the same sample in its batch
+differ in the last digit of float32. Such a difference is no fault, but a number that lies half-way between two values
+of a grid is then rounded to another one. Sums in float64, rounded to float32, are equal.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class ExactSums(TorchDispatchMode):
         is_grouped = func._schema.name == "aten::_grouped_mm"
         function = grouped_matmul if is_grouped else func
         try:
-            output = function(
-                *tree_map(_as_float64, args), **tree_map(_as_float64, kwargs)
-            )
-        except (RuntimeError, NotImplementedError):  # nothing computes it in float64
+            exact_args = tree_map(_as_float64, args)
+            output = function(*exact_args, **tree_map(_as_float64, kwargs))
+        except (RuntimeError, NotImplementedError):  # there is no float64 kernel
             return func(*args, **kwargs)
         return tree_map(_as_float32, output) if _has_float32((args, kwargs)) else output
 
@@ -49,15 +48,26 @@ class ExactSums(TorchDispatchMode):
 def grouped_matmul(
     a: Tensor, b: Tensor, ends: Tensor | None = None, *rest: Any, **more: Any
 ) -> Tensor:
-    """Multiply groups of rows of a (M, K) by one of the matrices b (G, K, N) each; RuntimeError for other shapes."""
+    """Multiply each group of rows of a by its matrix of b.
+
+    Args:
+        a: rows of all groups, (M, K).
+        b: matrices, (G, K, N).
+        ends: index behind the last row of every group, (G,).
+        rest: ignored.
+        more: ignored.
+
+    Raises:
+        RuntimeError: for other shapes.
+    """
     if ends is None or (a.dim(), b.dim()) != (2, 3):
         raise RuntimeError("only groups of rows are multiplied in float64")
     starts = [0, *ends.tolist()]
-    parts = [
-        a[start:end] @ matrix
-        for start, end, matrix in zip(starts[:-1], starts[1:], b, strict=True)
-    ]
-    return torch.cat([*parts, a.new_zeros(len(a) - starts[-1], b.shape[-1])])
+    parts = []
+    for start, end, matrix in zip(starts[:-1], starts[1:], b, strict=True):
+        parts.append(a[start:end] @ matrix)
+    rows_of_no_group = len(a) - starts[-1]
+    return torch.cat([*parts, a.new_zeros(rows_of_no_group, b.shape[-1])])
 
 
 def _is_exact_in_float64(func: Any) -> bool:
@@ -76,16 +86,10 @@ def _has_float32(value: Any) -> bool:
 
 
 def _as_float64(value: Any) -> Any:
-    return (
-        value.double()
-        if isinstance(value, Tensor) and value.dtype == torch.float32
-        else value
-    )
+    is_float32 = isinstance(value, Tensor) and value.dtype == torch.float32
+    return value.double() if is_float32 else value
 
 
 def _as_float32(value: Any) -> Any:
-    return (
-        value.float()
-        if isinstance(value, Tensor) and value.dtype == torch.float64
-        else value
-    )
+    is_float64 = isinstance(value, Tensor) and value.dtype == torch.float64
+    return value.float() if is_float64 else value

@@ -1,4 +1,4 @@
-"""Warning about weights with exact zeros, as pruning leaves them, which the authors' grid does not have."""
+"""Warning about weights with exact zeros, as pruning makes them, which are no values of the paper's grid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cpt_core.quantization.rounding import MIN_SCALE, num_steps
 
-MIN_SHARE = 0.05  # of a weight's numbers: fewer zeros are chance, or were initialised and never trained
+MIN_SHARE = 0.05  # of the elements of a weight: fewer zeros are chance, or were initialised and never trained
 
 
 def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
@@ -18,11 +18,11 @@ def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
     bits = precision.active_bits.formats.weight
     if not isinstance(bits, int) or not _can_read(weight):
         return
-    share, moved = _zeros(weight.detach(), num_steps(bits))
+    share, max_move = _moved_zeros(weight.detach(), num_steps(bits))
     if share > MIN_SHARE:
         name = precision.name or "a quantised layer"
         warnings.warn(
-            f"{share:.0%} of the weights of layer {name!r} are exactly 0 and become up to {moved:.2g}. The paper's "
+            f"{share:.0%} of the weights of layer {name!r} are exactly 0 and become up to {max_move:.2g}. The paper's "
             "grid between minimum and maximum has no 0: pruned or masked weights do not stay masked. Put 0 on all "
             "grids by quantize_(model, QuantConfig().with_zero_points()), or take a symmetric number format",
             stacklevel=5,
@@ -30,7 +30,7 @@ def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
 
 
 def _can_read(weight: Tensor) -> bool:
-    """Return whether numbers of a weight may be read now."""
+    """Return whether the elements of a weight can be read: not in tracing or the capture of a CUDA graph."""
     is_plain = (
         type(weight) in (Tensor, nn.Parameter)
         and not weight.is_meta
@@ -44,14 +44,17 @@ def _can_read(weight: Tensor) -> bool:
     return is_plain and not is_captured and torch._C._len_torch_dispatch_stack() == 0
 
 
-def _zeros(weight: Tensor, steps: float) -> tuple[float, float]:
-    """Return the share of numbers that are 0 and move, and how far they move at most; ranges are those of rows."""
+def _moved_zeros(weight: Tensor, steps: float) -> tuple[float, float]:
+    """Return the share of elements that are 0 and not 0 after rounding by rows, and the largest of these moves."""
     rows = weight.flatten(1)
     low, high = rows.amin(1), rows.amax(1)
     scale = ((high - low) / steps).clamp_min(MIN_SCALE)
-    nearest = (-low / scale).round() * scale + low
-    moves = (low < 0) & (high > 0) & (nearest.abs() > MIN_SCALE)
-    zeros = (rows == 0) & moves[:, None]
-    if not bool(zeros.any()):
+    nearest_to_zero = (-low / scale).round() * scale + low
+    has_zero_inside = (low < 0) & (high > 0)
+    moves_zeros = has_zero_inside & (nearest_to_zero.abs() > MIN_SCALE)
+    is_moved = (rows == 0) & moves_zeros[:, None]
+    if not bool(is_moved.any()):
         return 0.0, 0.0
-    return float(zeros.float().mean()), float(nearest[zeros.any(1)].abs().max())
+
+    max_move = nearest_to_zero[is_moved.any(1)].abs().max()
+    return float(is_moved.float().mean()), float(max_move)

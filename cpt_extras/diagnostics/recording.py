@@ -1,4 +1,4 @@
-"""What quantisation did to the tensors of a training, per layer and role, without changing it.  Beyond the paper.
+"""Recording of rounding errors in a training, per layer and role, without changing it.  Beyond the paper.
 
 ::
 
@@ -7,12 +7,13 @@
     recording.table()
 
 In a recorded step every tensor that a layer rounds is rounded a second time, on the same grid and with the same noise,
-and what that did to it is summed up on its device; when the step ends, one transfer brings the sums of all layers to
-the host. Between recorded steps nothing is left but a counter.
+and the errors are summed on its device; when the step ends, one transfer brings the sums of all layers to the host.
+Between recorded steps only optimizer steps are counted.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterator
@@ -30,13 +31,20 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.roles import level_field
 from cpt_core.validation import check_int, check_types
 from cpt_extras.diagnostics.ledger import compiled_parts, is_within
-from cpt_extras.diagnostics.rounding_stats import GRADIENTS, SUMS, Key, RoundingStats
+from cpt_extras.diagnostics.rounding_stats import (
+    GRADIENT_FIELDS,
+    NUM_MINIMA,
+    RoundingObserver,
+    RoundingSums,
+    StatsKey,
+)
+from cpt_extras.former_names import FormerName
 from cpt_extras.optional_libraries import import_optional
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
+MIN_GRADIENT_TO_NOISE = math.sqrt(3)
 STATISTICS = (
     "low",
     "high",
@@ -48,15 +56,14 @@ STATISTICS = (
     "gradient_to_noise",
 )
 COLUMNS = ("step", "layer", "role", "level", "bits", "grid", "elements", *STATISTICS)
-MOST_STEPS = 2000  # that are kept; beyond, every second is forgotten
+MAX_RECORDED_STEPS = 2000  # with more, every second one is deleted
 
-SAME_ROLES = {
-    "weight": ("weight", "computed_weight")
-}  # a layer multiplies by its parameter, or by what it computes of it
+# a layer multiplies by its parameter, or by a tensor that it computes from it
+EQUIVALENT_ROLES = {"weight": ("weight", "computed_weight")}
 
-NOT_SEEN = "no eager code rounded it in training at a recorded step"
-COMPILED = "it is compiled: such code says nothing"
-RECURRENCE = "rounded inside the recurrence: the gradient that the input's product has, with other noise"
+NOT_ROUNDED = "no eager code rounded it in training at a recorded step"
+COMPILED = "it is compiled: compiled code is not recorded"
+RECURRENCE = "rounded inside the recurrence: the gradient of the input's matmul, with other noise"
 
 
 def record(model: nn.Module, every: int = 100, step: int = 0) -> Recording:
@@ -75,38 +82,44 @@ def record(model: nn.Module, every: int = 100, step: int = 0) -> Recording:
 
 
 class Recording:
-    """What quantisation did, step by step; made by ``record``.
+    """Rounding errors of a training, step by step; made by ``record``.
 
     Attributes:
-        step: number of the optimizer step that is under way.
-        open: whether the block is under way.
-        every: one step of so many is recorded. Memory is bounded: with more than ``MOST_STEPS`` recorded, every second
-            is forgotten and ``every`` doubles.
+        step: number of the current optimizer step.
+        open: whether the ``with`` block is open.
+        every: one step of so many is recorded. Memory is bounded: with more than ``MAX_RECORDED_STEPS`` recorded, every
+            second one is deleted and ``every`` doubles.
 
     A step ends with an ``optimizer.step()`` of torch that changes parameters of the model and follows a forward pass of
     it in training mode: passes whose gradients accumulate are one step, and so are several optimizers that step one
-    after the other. What the block leaves unfinished counts as a step. Passes in evaluation mode are not recorded, nor
-    is anything that stays in float32; sums and codes of constant features that a graph keeps are recorded when made.
+    after the other. An unfinished step at the end of the block counts as a step. Passes in evaluation mode are not
+    recorded, nor is anything that stays in float32; the cached sums and codes of a graph's constant features are
+    recorded when they are computed.
 
-    Losses and parameters are bit for bit those of a training that nobody records. A model that is copied or stored
-    inside the block is not recorded in its copy.
+    Losses and parameters are bit for bit equal to those of a training without a recording. Copies of the model that are
+    made or stored inside the block are not recorded.
     """
+
+    unseen = FormerName("unseen", "missing_roles")
 
     def __init__(self, model: nn.Module, every: int = 100, step: int = 0) -> None:
         check_types(type(self).__init__, {"model": model})
         self.every, self.step = check_int("every", every, 1), check_int("step", step, 0)
         if "" in compiled_parts(model):
             raise ValueError(
-                "a compiled model says nothing of its roundings; record one that is not compiled"
+                "the roundings of a compiled model cannot be recorded; record one that is not compiled"
             )
         self._layers = all_precisions(model)
-        self._model, self._modules = model, dict(model.named_modules())
-        self._first = self.step
-        self._own = {id(p) for p in model.parameters()}
-        self._passes = self._counted = 0
-        self._sums: dict[Key, list[Tensor]] = {}  # of the step under way, on the device
-        self._kept: dict[int, dict[Key, np.ndarray]] = {}
-        self._seen: set[str] = set()
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._first_step = self.step
+        self._parameter_ids = {id(p) for p in model.parameters()}
+        self._num_passes = 0
+        self._num_passes_at_last_step = 0
+        # of the current step, on the device; a list has the sums of every rounding
+        self._sums: dict[StatsKey, list[Tensor]] = {}
+        self._recorded: dict[int, dict[StatsKey, RoundingSums[float]]] = {}  # by step
+        self._recorded_roles: set[str] = set()  # "layer/role"
         self._hooks = ExitStack()
         self.open = False
 
@@ -115,10 +128,11 @@ class Recording:
         return {**vars(self), "_hooks": ExitStack()}
 
     def __enter__(self) -> Self:
-        """Start; ValueError when a layer is recorded already."""
-        if odd := [name for name, p in self._layers.items() if p in _RECORDED]:
+        """Start recording; ValueError when a layer is recorded already."""
+        already_recorded = [n for n, p in self._layers.items() if p in _RECORDED]
+        if already_recorded:
             raise ValueError(
-                f"layer {odd[0]!r} is recorded already; leave that block first"
+                f"layer {already_recorded[0]!r} is recorded already; leave that block first"
             )
         _RECORDED.update(self._layers.values())
         self._hooks.enter_context(
@@ -126,101 +140,105 @@ class Recording:
         )
         self._hooks.enter_context(register_optimizer_step_post_hook(self._after_step))
         self.open = True
-        self._watch((self.step - self._first) % self.every == 0)
+        self._observe((self.step - self._first_step) % self.every == 0)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop, and keep what has been seen of the step under way."""
-        self._watch(False)
+        """Stop recording, and store the sums of the current step."""
+        self._observe(False)
         self._collect()
         self._hooks.close()
         self.open = False
         _RECORDED.difference_update(self._layers.values())
 
-    # --- while it runs ------------------------------------------------------------------------------------------------
+    # --- recording ------------------------------------------------------------------------------------------------
 
     def _before_pass(self, module: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling() and module.training:
-            self._passes += 1
+            self._num_passes += 1
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not any(
-            id(p) in self._own
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in self._parameter_ids for p in parameters):
             return
-        if (
-            self._passes and self._passes == self._counted
-        ):  # another optimizer of the same step
+        is_further_optimizer = self._num_passes == self._num_passes_at_last_step
+        if self._num_passes and is_further_optimizer:
             return
-        self._counted = self._passes
+
+        self._num_passes_at_last_step = self._num_passes
         self._collect()
         self.step += 1
-        self._watch((self.step - self._first) % self.every == 0)
+        self._observe((self.step - self._first_step) % self.every == 0)
 
-    def _watch(self, on: bool) -> None:
+    def _observe(self, is_recorded: bool) -> None:
+        """Set the observers of all layers, or remove them."""
         for name, precision in self._layers.items():
-            precision.observer = (
-                RoundingStats(name, precision, self._sums) if on else None
-            )
+            precision.observer = None
+            if is_recorded:
+                precision.observer = RoundingObserver(name, precision, self._sums)
 
     def _collect(self) -> None:
         """Bring the sums of the step to the host."""
         if not self._sums:
             return
-        found = [sums for of_key in self._sums.values() for sums in of_key]
-        host = iter(
-            torch.stack([sums.to(found[0].device) for sums in found]).cpu().numpy()
-        )  # the one transfer
-        kept = {}
-        for key, of_key in self._sums.items():
-            several = np.stack([next(host) for _ in of_key])
-            kept[key] = np.concatenate([several[:, :-2].sum(0), several[:, -2:].min(0)])
-        self._kept[self.step] = kept
-        self._seen |= {f"{layer}/{role}" for layer, role, *_ in kept}
+        device_sums = list(itertools.chain.from_iterable(self._sums.values()))
+        device = device_sums[0].device
+        stacked = torch.stack([sums.to(device) for sums in device_sums])
+        host_sums = iter(stacked.cpu().numpy())  # the only transfer of the step
+
+        recorded = {}
+        for key, roundings in self._sums.items():
+            sums = np.stack([next(host_sums) for _ in roundings])
+            total = sums[:, :-NUM_MINIMA].sum(0)
+            minima = sums[:, -NUM_MINIMA:].min(0)
+            recorded[key] = RoundingSums(*total.tolist(), *minima.tolist())
+        self._recorded[self.step] = recorded
+        self._recorded_roles |= {f"{key.layer}/{key.role}" for key in recorded}
         self._sums.clear()
-        if len(self._kept) > MOST_STEPS:
-            self._kept = {step: self._kept[step] for step in list(self._kept)[::2]}
+        if len(self._recorded) > MAX_RECORDED_STEPS:
+            every_second = list(self._recorded)[::2]
+            self._recorded = {step: self._recorded[step] for step in every_second}
             self.every *= 2
 
-    # --- what it found ------------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[int]:
         """Numbers of the recorded steps."""
-        return list(self._kept)
+        return list(self._recorded)
 
     @property
-    def unseen(self) -> dict[str, str]:
-        """What is rounded in training and has no row so far, "layer/role", with the reason."""
+    def missing_roles(self) -> dict[str, str]:
+        """Reasons why roles that are rounded in training have no row so far, by "layer/role"."""
         reasons: dict[str, str] = {}
         compiled = frozenset(compiled_parts(self._model))
         for name, precision in self._layers.items():
             if not precision.is_listed:
                 continue
-            roles = _own_roles(self._modules[name], precision)
-            if (
-                precision.kind == "attention"
-            ):  # what such a module multiplies is known when it has run
-                has_run = any(place.startswith(f"{name}/") for place in self._seen)
+            roles = _layer_roles(self._modules[name], precision)
+            if precision.kind == "attention":
+                # the operands of such a module are known when it has run
+                places = self._recorded_roles
+                has_run = any(place.startswith(f"{name}/") for place in places)
                 roles = [] if has_run else ["its operations"]
             for role in roles:
-                if not self._seen & {
-                    f"{name}/{other}" for other in SAME_ROLES.get(role, (role,))
-                }:
-                    reasons[f"{name}/{role}"] = (
-                        COMPILED if is_within(name, compiled) else NOT_SEEN
-                    )
+                equivalent = EQUIVALENT_ROLES.get(role, (role,))
+                places = {f"{name}/{other}" for other in equivalent}
+                if self._recorded_roles.isdisjoint(places):
+                    is_compiled = is_within(name, compiled)
+                    reason = COMPILED if is_compiled else NOT_ROUNDED
+                    reasons[f"{name}/{role}"] = reason
             if "hidden_l0" in precision.quantizers:
-                reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
+                reasons[f"{name}/grad of the hidden state's matmul"] = RECURRENCE
         return reasons
 
     def table(self) -> pd.DataFrame:
-        """Return a row per recorded step, layer and role; with x what was rounded and q(x) what came of it:
+        """Return the statistics as a table: a row per recorded step, layer and role.
+
+        With x the tensor before rounding and q(x) after it, the columns are
 
         =================  ================================================================================
-        level, bits, grid  in force: the level on its ladder, bits of an element; granularity and format, if any
+        level, bits, grid  active level on its ladder, bits of an element, granularity and format, if any
         elements           of x, all passes of the step together
         low, high          ends of the range, the least and the greatest of several
         relative_error     ||q(x) - x|| / ||x||
@@ -233,17 +251,15 @@ class Recording:
 
         With sigma the standard deviation of the rounding noise and d elements, ||q(x) - x|| is sigma sqrt(d). Training
         with quantised gradients is expected to stall where ||gradient|| / (sigma sqrt(d)) falls below sqrt(3), which is
-        ``LEAST_GRADIENT_TO_NOISE`` or 4.8 dB (Chmiel et al., FP4 All the Way, arXiv 2505.19115).
+        ``MIN_GRADIENT_TO_NOISE`` or 4.8 dB (Chmiel et al., FP4 All the Way, arXiv 2505.19115).
 
         Differs: their rule for ``gradient_to_noise`` is about the gradient of all parameters and all noise in it; here
             are one layer's gradient of its output and the noise of rounding this tensor.
         """
-        rows = [row for step in self._kept for row in self._rows(step)]
-        return (
-            import_optional("pandas", "lab")
-            .DataFrame(rows, columns=list(COLUMNS))
-            .astype(dict.fromkeys(STATISTICS, float))
-        )
+        pandas = import_optional("pandas", "lab")
+        rows = [row for step in self._recorded for row in self._rows(step)]
+        table = pandas.DataFrame(rows, columns=list(COLUMNS))
+        return table.astype(dict.fromkeys(STATISTICS, float))
 
     def scalars(self, step: int | None = None) -> dict[str, float]:
         """Return the numbers of a recorded step, of the last one by default, by name: "layer/role/snr_db".
@@ -254,55 +270,53 @@ class Recording:
             ValueError: for a step that is not recorded, or when none is.
         """
         step = (self.steps or [-1])[-1] if step is None else check_int("step", step)
-        if step not in self._kept:
-            known = (
-                f"{len(self._kept)} from {self.steps[0]} to {self.steps[-1]}"
-                if self._kept
-                else "none"
+        if step not in self._recorded:
+            recorded_steps = "none"
+            if self._recorded:
+                recorded_steps = (
+                    f"{len(self.steps)} from {self.steps[0]} to {self.steps[-1]}"
+                )
+            raise ValueError(
+                f"step {step!r} is not recorded; recorded steps: {recorded_steps}"
             )
-            raise ValueError(f"step {step!r} is not recorded; recorded steps: {known}")
-        found: dict[str, float | None] = {}
+
+        scalars: dict[str, float] = {}
         for row in self._rows(step):
             place = f"{row['layer'] or 'model'}/{row['role']}"
-            found |= {f"{place}/{name}": row[name] for name in ("level", *STATISTICS)}
-        return {
-            name: float(value) for name, value in found.items() if value is not None
-        }
+            for name in ("level", *STATISTICS):
+                if row[name] is not None:
+                    scalars[f"{place}/{name}"] = float(row[name])
+        return scalars
 
     def _rows(self, step: int) -> Iterator[dict[str, Any]]:
-        for (layer, role, level, bits, grid), sums in self._kept[step].items():
-            s = dict(zip(SUMS, sums.tolist(), strict=True))
-            signal, noise = math.sqrt(s["squares"]), math.sqrt(s["errors"])
+        for key, sums in self._recorded[step].items():
+            signal, noise = math.sqrt(sums.squares), math.sqrt(sums.squared_errors)
             ratio = signal / noise if noise else math.inf
+            has_clipping = not math.isnan(sums.clipped)
+            is_gradient = level_field(key.role) in GRADIENT_FIELDS
             yield {
                 "step": step,
-                "layer": layer,
-                "role": role,
-                "level": level,
-                "bits": bits,
-                "grid": grid,
-                "elements": int(s["elements"]),
-                "low": s["low"],
-                "high": -s["-high"],
+                **key._asdict(),
+                "elements": int(sums.elements),
+                "low": sums.low,
+                "high": -sums.negative_high,
                 "relative_error": 1 / ratio if ratio else math.inf,
                 "snr_db": 20 * math.log10(ratio) if ratio else -math.inf,
-                "clipped": None
-                if math.isnan(s["clipped"])
-                else s["clipped"] / s["elements"],
-                "underflow": s["underflow"] / max(s["nonzero"], 1),
-                "levels_used": s["used"] / s["available"],
-                "gradient_to_noise": ratio if level_field(role) in GRADIENTS else None,
+                "clipped": sums.clipped / sums.elements if has_clipping else None,
+                "underflow": sums.underflows / max(sums.nonzero, 1),
+                "levels_used": sums.distinct_values / sums.available_values,
+                "gradient_to_noise": ratio if is_gradient else None,
             }
 
 
-def _own_roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:
-    """Return the roles of a layer's own kind; that of a bias only where the layer, or a part of it, has one."""
-    has_bias = any(
-        "bias" in name.split(".")[-1] for name, _ in layer.named_parameters()
-    )
-    other = "linear_", "conv_", "attention_", "computed_", "masked_"
-    own = [role for role in precision.quantizers if not role.startswith(other)]
-    return [role for role in own if has_bias or role != "bias"]
+def _layer_roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:
+    """Return the roles that a layer rounds by its kind; a bias only where the layer, or a part of it, has one."""
+    names = [name.rpartition(".")[2] for name, _ in layer.named_parameters()]
+    has_bias = any("bias" in name for name in names)
+    other_kinds = ("linear_", "conv_", "attention_", "computed_", "masked_")
+    roles = [r for r in precision.quantizers if not r.startswith(other_kinds)]
+    return [role for role in roles if has_bias or role != "bias"]
 
 
+# layers that are recorded now, by any recording
 _RECORDED: weakref.WeakSet[LayerPrecision] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Warning about gradients that are so small that no grid of their bits has so small a step."""
+"""Warning about gradients that are smaller than the steps of a grid can be."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from cpt_core.quantization.rounding import MIN_SCALE
 
 
 def warn_of_small_gradient(precision: LayerPrecision, gradient: Tensor) -> None:
-    """Warn where a layer's gradient is so small that its grid has fewer steps than its bits."""
+    """Warn where a layer's gradient is so small that it uses fewer steps than its bits allow."""
     if not isinstance(precision.active_bits.formats.error, int) or not gradient.numel():
         return
-    width, fewest = (
-        gradient.max() - gradient.min(),
-        MIN_SCALE * precision.grad_num_steps.clamp(max=2**8 - 1),
-    )
-    if bool((width > 0) & (width < fewest)):
+    width = gradient.max() - gradient.min()
+    min_width = MIN_SCALE * precision.grad_num_steps.clamp(max=2**8 - 1)
+    if bool((width > 0) & (width < min_width)):
         warnings.warn(  # one text for all layers: it is shown once
             "gradients are so small that they keep fewer bits than asked for, as no grid has a step below "
             f"{MIN_SCALE:g}. Multiply the loss, and divide the gradients before optimizer.step(), as "

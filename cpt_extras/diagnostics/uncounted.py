@@ -1,4 +1,4 @@
-"""Functions of torch that no convention prices: elementwise work and pooling.  Beyond the paper."""
+"""Torch functions that no cost convention prices: elementwise functions and pooling.  Beyond the paper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import meta_copy, preserve_state
-from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS
+from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation
 from cpt_core.validation import check_inputs, check_types
 
 # functions that move, rename or create data cost nothing by any convention
@@ -23,7 +23,7 @@ FREE_FUNCTIONS = frozenset(
 
 
 def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, int]:
-    """Return function of torch -> output elements of a forward pass, of functions that ``count_bitops`` does not count.
+    """Return the output elements of a forward pass by torch function, for functions that ``count_bitops`` leaves out.
 
     Args:
         model: any module; converted by ``quantize_`` or not. A copy runs.
@@ -37,15 +37,19 @@ def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, 
     shadow, functions = meta_copy(model, on_meta=False), _UncountedFunctions()
     with (
         preserve_state(model, inputs),
-        report_operations(shadow, lambda operation: None),
+        report_operations(shadow, _ignore),
         functions,
     ):
         shadow(*copy_inputs(inputs, False, {}))
     return dict(functions.elements)
 
 
+def _ignore(operation: Operation) -> None:
+    """Take no note of an operation: only uncounted functions are of interest."""
+
+
 class _UncountedFunctions(TorchFunctionMode):
-    """Counts the elements of functions that the mode of the model, inside, hands on."""
+    """Counts the output elements of functions that the mode of the model does not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +59,13 @@ class _UncountedFunctions(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
-        first = (
-            next(tensors_in(output), None)
-            if isinstance(output, (torch.Tensor, tuple))
-            else None
-        )
+        if not isinstance(output, (torch.Tensor, tuple)):
+            return output
+        first = next(tensors_in(output), None)
+        if first is None or not first.is_floating_point() or first._is_view():
+            return output
+
         name = getattr(function, "__name__", "").strip("_")
-        is_work = (
-            first is not None and first.is_floating_point() and not first._is_view()
-        )
-        if is_work and name not in FREE_FUNCTIONS and function not in COUNTED_FUNCTIONS:
-            self.elements[name] += first.numel()  # type: ignore[union-attr]
+        if name not in FREE_FUNCTIONS and function not in COUNTED_FUNCTIONS:
+            self.elements[name] += first.numel()
         return output

@@ -1,7 +1,8 @@
 """Precision range test: the lowest precision that still trains.  The original CPT paper, section 3.3.
 
 ``precision_range_test`` tests a model with the training loop of a user, ``run_range_test`` trainings of any other
-origin. Short trainings at 2, 3, 4, ... bits are compared with one at q_max, from equal weights and on equal batches:
+origin. Short trainings at 2, 3, 4, ... bits are compared with one at q_max, from the same weights and on the same
+batches:
 
     f(q) = (L_start - L_q) / (L_start - L_qmax)        q_min = the lowest q with f(q) >= 0.8
 

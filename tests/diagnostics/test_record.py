@@ -24,7 +24,7 @@ from cpt_extras.diagnostics import rounding_stats
 from cpt_extras.diagnostics.recording import (
     COLUMNS,
     COMPILED,
-    LEAST_GRADIENT_TO_NOISE,
+    MIN_GRADIENT_TO_NOISE,
     STATISTICS,
 )
 from cpt_extras.kernels.operators import fake_quantize
@@ -183,8 +183,8 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
     model, recording = recorded(kind, config)
     assert recording.steps == list(range(STEPS))
     recurrent = [name for name, m in model.named_modules() if isinstance(m, nn.LSTM)]
-    hidden = [f"{name}/grad of the hidden state's product" for name in recurrent]
-    assert recording.unseen == dict.fromkeys(hidden, recorder.RECURRENCE)
+    hidden = [f"{name}/grad of the hidden state's matmul" for name in recurrent]
+    assert recording.missing_roles == dict.fromkeys(hidden, recorder.RECURRENCE)
     table = recording.table()
     expected = {
         (name, role)
@@ -228,7 +228,7 @@ def test_both_gradients_of_a_product_are_seen(kind):
     }
     assert gradients["gradient_to_noise"].gt(1).all()
     assert (gradients["level"] == 8).all()
-    assert not recording.unseen
+    assert not recording.missing_roles
 
 
 # --- every statistic by hand ------------------------------------------------------------------------------------------
@@ -302,19 +302,17 @@ def test_codes_and_values_are_counted_alike(granularity):
             cpt.Format.affine(9),
         )  # 9 bits are too many for codes
         both = [
-            rounding_stats.rounding_stats(
+            rounding_stats.compute_rounding_sums(
                 drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format
             )
             for format in formats
         ]
-        codes, values = (
-            dict(zip(rounding_stats.SUMS, sums.tolist(), strict=True)) for sums in both
+        codes, values = (rounding_stats.RoundingSums(*sums.tolist()) for sums in both)
+        assert (codes.distinct_values, codes.available_values) == (
+            values.distinct_values,
+            values.available_values / 2**5,
         )
-        assert (codes["used"], codes["available"]) == (
-            values["used"],
-            values["available"] / 2**5,
-        )
-        assert codes["used"] > 12 * codes["available"] / 16
+        assert codes.distinct_values > 12 * codes.available_values / 16
 
 
 def test_what_lies_outside_its_range_is_clipped():
@@ -377,7 +375,7 @@ def test_gradients_have_the_noise_of_the_training():
     )
     assert row["gradient_to_noise"] * row["relative_error"] == pytest.approx(1)
     assert (
-        row["snr_db"] > 20 * math.log10(LEAST_GRADIENT_TO_NOISE)
+        row["snr_db"] > 20 * math.log10(MIN_GRADIENT_TO_NOISE)
         or row["gradient_to_noise"] <= 3**0.5
     )
 
@@ -537,7 +535,7 @@ def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
     called = []
     monkeypatch.setattr(
         rounding_stats,
-        "rounding_stats",
+        "compute_rounding_sums",
         lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64),
     )
     with cpt.diagnostics.record(model, every=2) as recording:
@@ -555,18 +553,18 @@ def test_evaluation_is_not_recorded(model):
         model.train()
     assert recording.table().empty
     assert list(recording.table().columns) == list(COLUMNS)
-    assert recording.unseen == dict.fromkeys(
+    assert recording.missing_roles == dict.fromkeys(
         [
             f"{layer}/{role}"
             for layer in "01"
             for role in ("input", "weight", "grad", "bias")
         ],
-        recorder.NOT_SEEN,
+        recorder.NOT_ROUNDED,
     )
 
 
 def test_memory_is_bounded(model, monkeypatch):
-    monkeypatch.setattr(recorder, "MOST_STEPS", 4)
+    monkeypatch.setattr(recorder, "MAX_RECORDED_STEPS", 4)
     with cpt.diagnostics.record(model, every=1) as recording:
         steps(model, 13)
     assert recording.every == 4
@@ -588,7 +586,7 @@ def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
         with cpt.precision(model, 4, 8):
             y = model(drawn(5, 4)).sum()
         y.backward()
-    assert recording.unseen == {"0/grad": recorder.NOT_SEEN}
+    assert recording.missing_roles == {"0/grad": recorder.NOT_ROUNDED}
 
 
 def test_a_weight_that_is_computed_is_seen():
@@ -602,7 +600,7 @@ def test_a_weight_that_is_computed_is_seen():
         cpt.diagnostics.record(model, every=1) as recording,
     ):
         model(drawn(5, 4)).sum().backward()
-    assert recording.unseen == {}
+    assert recording.missing_roles == {}
     assert "computed_weight" in set(recording.table()["role"])
 
 
@@ -653,7 +651,7 @@ def test_what_cannot_be_recorded_is_refused(model):
         "no quantised layers; call quantize_", cpt.diagnostics.record, nn.Linear(2, 2)
     )
     refused(
-        "a compiled model says nothing",
+        "roundings of a compiled model cannot be recorded",
         cpt.diagnostics.record,
         torch.compile(model, backend="eager"),
     )
@@ -683,7 +681,7 @@ def test_compiled_parts_are_listed(model):
     model[0].compile(backend="eager")
     with cpt.diagnostics.record(model, every=1) as recording:
         steps(model, 2)
-    assert recording.unseen == dict.fromkeys(
+    assert recording.missing_roles == dict.fromkeys(
         [f"0/{role}" for role in ("input", "weight", "grad", "bias")], COMPILED
     )
     assert set(recording.table()["layer"]) == {"1"}
