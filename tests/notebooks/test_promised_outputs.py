@@ -68,7 +68,7 @@ def test_paper_notebooks_share_one_shape(path):
         re.sub(r"^\d\. ", "", heading)
         for heading in re.findall(r"^## (.*)$", text, flags=re.M)
     ]
-    first = ["What the paper did and says", "Settings, side by side", "The experiment"]
+    first = ["The paper: method and claims", "Settings, side by side", "The experiment"]
     assert headings[:3] == first
     assert headings[-3:] == ["Paper and reproduction", "Exercises", "Summary"]
     assert any(heading.startswith(("Figure", "Figures")) for heading in headings[3:-3])
@@ -79,9 +79,9 @@ def test_what_the_paper_says_is_short(path):
     (first,) = [
         cell.source
         for cell in read(path).cells
-        if "What the paper did and says" in cell.source
+        if "The paper: method and claims" in cell.source
     ]
-    says = first.split("did and says")[1]
+    says = first.split("method and claims")[1]
     assert 50 < len(re.sub(r"\$[^$]*\$|\]\([^)]*\)", "x", says).split()) <= 150
 
 
