@@ -1,4 +1,7 @@
-"""Make any model trainable at low precision, in place: ``quantize_``, ``restore_``.
+"""Conversion of a model to quantised training, in place, and back: ``quantize_``, ``restore_``.
+
+``QuantConfig`` says what is quantised and how.  ``quantize_`` gives every selected module a ``LayerPrecision`` and
+registers hooks on all modules in which matmuls may run; no module or parameter is replaced.
 
 >>> model = quantize_(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), QuantConfig(float32=("1",)))
 >>> list(layer_precisions(model))
@@ -41,32 +44,28 @@ from cpt_core.validation import check_choice, check_int, check_types
 GRAPH_LIBRARIES = {"cpt_core.graphs.layers", "dgl.nn"}
 AGGREGATION_MODES = ("fp", "quantized")
 ATTENTIONS = ("per_token", "paper")
-PAPER_LAYERS = (
-    "linear",
-    "conv",
-    "lstm",
-    "graph",
-)  # kinds of layers that keep the authors' grids
+# kinds of layers that keep the authors' grids
+PAPER_LAYERS = ("linear", "conv", "lstm", "graph")
 
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """What is quantised and how.
+    """Configuration of quantisation: layers, quantisers per role, execution, number formats.
 
     Args:
-        float32: patterns (as for file names, ``*.downsample.0``) of the names of modules that stay in float32, with
-            all that they contain; a pattern that matches no module is an error.
+        float32: patterns of module names, such as ``*.downsample.0``, that stay in float32 with all their children; a
+            pattern that matches no module is an error.
         quantizers: the quantiser of every role, see ``QUANTIZERS``.
         running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
-        seed: of the noise of stochastic rounding.
+        seed: seed of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
-        execution: "simulated", in float32; "integer", on 8-bit integers where a matmul has an integer form; or "auto",
-            integers where the processor gains by them. See ``cpt_extras.int8.executors``.
-        ladder: what the levels of schedules are: a ``FormatLadder``, level -> format, or role -> ladder, see
+        execution: "simulated", in float32; "integer", in int8 where a matmul has an integer form; or "auto", in int8
+            where the processor is faster with it. See ``cpt_extras.int8.executors``.
+        ladder: meaning of the levels of schedules: a ``FormatLadder``, level -> format, or role -> ladder, see
             ``cpt_extras.formats.ladder_rounding.ladders_of``; None: level q is the affine grid of q bits.
-        attention: of an encoder such as BERT. "per_token": every operand has a range per token, with a zero point, so
-            that padding, masks and caches change no other token. "paper": the authors' grids, whose keys have a range
-            per feature over all tokens.
+        attention: ranges in the self-attention of an encoder such as BERT. "per_token": every operand has a range
+            per token, with a zero point, so that padding, masks and caches change no other token. "paper": the
+            authors' grids, whose keys have a range per feature over all tokens.
     """
 
     float32: tuple[str, ...] = ()
@@ -87,9 +86,10 @@ class QuantConfig:
         check_choice("running_start", self.running_start, RUNNING_STARTS)
         check_int("seed", self.seed, *INT64)
         check_choice("execution", self.execution, EXECUTION_MODES)
-        if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
+        wrong_roles = sorted(set(self.quantizers) ^ set(QUANTIZERS))
+        if wrong_roles:
             raise ValueError(
-                f"quantizers: missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}"
+                f"quantizers: missing or unknown roles {', '.join(wrong_roles)}; give all of {', '.join(QUANTIZERS)}"
             )
         for quantizer in self.quantizers.values():
             find_quantizer(quantizer)
@@ -101,34 +101,35 @@ class QuantConfig:
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
 
-        All products of linear layers and (graph) convolutions, and the sums of Q-Agg, then have an integer form.
+        All matmuls of linear layers and (graph) convolutions, and the sums of Q-Agg, then have an integer form.
         """
         return replace(
             self,
             quantizers={
-                k: replace(q, granularity="per_tensor")
-                for k, q in self.quantizers.items()
+                role: replace(quantizer, granularity="per_tensor")
+                for role, quantizer in self.quantizers.items()
             },
         )
 
     def with_zero_points(self) -> QuantConfig:
-        """Return a copy in which 0 is on every grid, also in the paper's layers, as pruned weights need."""
+        """Return a copy with 0 on every grid, also in the paper's layers, as pruned weights need."""
         return replace(
             self,
             quantizers={
-                k: replace(q, zero_point=True) for k, q in self.quantizers.items()
+                role: replace(quantizer, zero_point=True)
+                for role, quantizer in self.quantizers.items()
             },
         )
 
     def with_gradient_rounding(self, rounding: str) -> QuantConfig:
-        """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
+        """Return a copy with gradients rounded "nearest" (for tests) or "stochastic"."""
         check_choice("rounding", rounding, ROUNDINGS)
-        changed = {
-            k: replace(q, rounding=rounding)
-            for k, q in self.quantizers.items()
-            if k.endswith("_grad")
+        gradient_quantizers = {
+            role: replace(quantizer, rounding=rounding)
+            for role, quantizer in self.quantizers.items()
+            if role.endswith("_grad")
         }
-        return replace(self, quantizers={**self.quantizers, **changed})
+        return replace(self, quantizers={**self.quantizers, **gradient_quantizers})
 
 
 # Which layers stay in float32 is not in the paper; these are the authors' choices per experiment.
@@ -160,12 +161,12 @@ def quantize_(
 
     Raises:
         ValueError: for an unknown preset, a pattern that matches nothing, fused attention that cannot be quantised,
-            lazy modules that have not run, modules and parameters that quantise by themselves, parameters that are
-            sharded already, or when nothing would be converted. After any error the model is what it was, also where a
-            warning is made an error.
+            lazy modules that have not run, modules and parameters that already quantise, parameters that are
+            sharded already, or when nothing would be converted. After any error, also a warning turned into one, the
+            model is unchanged.
 
     Warns:
-        QuantizationWarning: when more than a tenth of the weights stay in float32 unasked.
+        QuantizationWarning: when more than a tenth of the weights stay in float32 without a pattern for them.
     """
     check_types(quantize_, locals())
     if not isinstance(config, QuantConfig):
@@ -179,23 +180,24 @@ def quantize_(
     hosts.load_libraries(model)
     parts = layer_parts(model)
     excluded = _excluded(model, config.float32, parts)
-    chosen = {}
+    selected: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if name in parts or not (is_convertible(module) or is_uninitialized(module)):
             continue
         if name not in excluded and (filter_fn is None or filter_fn(module, name)):
-            chosen[name] = module
+            selected[name] = module
         else:
             excluded.add(name)
-    if not chosen:
+    if not selected:
         reason = "" if filter_fn is None else " by filter_fn"
-        others = hosts.list_float32_modules(model, excluded) or ""
+        float32_modules = hosts.list_float32_modules(model, excluded) or ""
         raise ValueError(
-            f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{reason}{others}"
+            f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{reason}"
+            f"{float32_modules}"
         )
-    hosts.check_modules(chosen)
+    hosts.check_modules(selected)
     try:
-        _convert(model, chosen, config, filter_fn)
+        _convert(model, selected, config, filter_fn)
         hosts.after_conversion(model, excluded)
     except BaseException:
         _undo(model)
@@ -204,12 +206,12 @@ def quantize_(
 
 
 class ModelMode(interception_mode_class()):  # type: ignore[misc]
-    """The mode of a converted model. It lives here so that a stored model imports, and registers, all handlers.
+    """Function mode of a converted model, defined here so that unpickling a model registers all handlers.
 
     Attributes:
-        float32: patterns of the modules that were left out, see ``QuantConfig``.
-        filter_fn: that was given to ``quantize_``; None in copies.
-        issued_warnings: what the model has been warned of already; its layers share it.
+        float32: patterns of the modules that stay in float32, see ``QuantConfig``.
+        filter_fn: argument of ``quantize_``; None in copies.
+        issued_warnings: kinds of warnings already issued, shared by the layers of the model.
     """
 
     def __init__(self, float32: tuple[str, ...] = ()) -> None:
@@ -225,13 +227,13 @@ class ModelMode(interception_mode_class()):  # type: ignore[misc]
 
 def _convert(
     model: nn.Module,
-    chosen: Mapping[str, nn.Module],
+    selected: Mapping[str, nn.Module],
     config: QuantConfig,
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> None:
-    """Give the chosen modules a precision, and hooks to all modules whose operations are to be intercepted."""
-    # the noise of the layers of torch does not depend on what else there is to convert
-    order = sorted(chosen, key=lambda name: _key_group(chosen[name]))
+    """Add a precision to the selected modules, and hooks to all modules that may run matmuls."""
+    # torch layers come first, so that their noise keys do not depend on the other modules
+    order = sorted(selected, key=lambda name: _noise_key_group(selected[name]))
     generator = torch.Generator().manual_seed(config.seed)
     seeds = torch.randint(
         0, 2**31, (len(order),), generator=generator, device="cpu"
@@ -247,14 +249,14 @@ def _convert(
         kind = op_handlers.module_kind(module) if graph_layer is None else "graph"
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and kind != "lstm":
             extensions.load("operations")
-        if name in chosen:
+        if name in selected:
             extensions.load_optional(kind)
             if graph_layer is not None:
                 graph_layer.replace_forward(module)
             precision = _add_precision(module, kind, config, keys[name] << 20)
             precision.name = name
             precision.issued_warnings = mode.issued_warnings
-        if name in chosen or _may_multiply(module):
+        if name in selected or _may_multiply(module):
             is_paper_attention = (
                 config.attention == "paper" and op_handlers.is_paper_attention(module)
             )
@@ -266,16 +268,21 @@ def _convert(
 
 
 def add_hooks(module: nn.Module) -> None:
-    """Let operations of a module be intercepted, whose interception is there."""
+    """Register the hooks that intercept the operations of ``module``; it has an ``Interception`` already."""
     module.register_forward_pre_hook(enter_module)
     module.register_forward_hook(leave_module, prepend=True, always_call=True)
 
 
 def _graph_layer(module: nn.Module, is_convertible: bool = True) -> Any:
-    """Return how a graph convolution is converted; None for others, and if it must be for one that cannot be."""
-    if not sys.modules.keys() & GRAPH_LIBRARIES:  # nobody has made one
+    """Return the ``GraphLayer`` of a graph convolution; None for other modules.
+
+    With ``is_convertible``, also None for a graph convolution that cannot be converted.
+    """
+    if not sys.modules.keys() & GRAPH_LIBRARIES:  # no graph convolution can exist
         return None
-    from cpt_core.quantization import graph_handlers  # few models have any
+    from cpt_core.quantization import (
+        graph_handlers,  # imported late: few models need it
+    )
 
     return graph_handlers.graph_layer_of(module, is_convertible)
 
@@ -288,7 +295,7 @@ def _add_precision(
     )
     roles = _roles(kind, config, is_paper_layer, holds_weights(module))
     if kind == "lstm":
-        from cpt_core.quantization import lstm  # its handler; few models have one
+        from cpt_core.quantization import lstm  # imported late: few models need it
 
         roles = lstm.lstm_roles(module, roles)
     precision = LayerPrecision(roles, key, config.running_start, kind)
@@ -305,26 +312,28 @@ def _add_precision(
 
 
 def attach_precision(module: nn.Module, precision: LayerPrecision) -> None:
-    """Let a module have a precision: as a child where it holds weights."""
+    """Set ``module.precision``, as a child module if ``module`` holds weights."""
     if holds_weights(module):
         module.precision = precision
-    else:  # no child: containers run their children, and this one is not to be run
+    else:
+        # a container would run a child, so this is a plain attribute
         vars(module)["precision"] = precision
 
 
 def _roles(
     kind: str, config: QuantConfig, is_paper_layer: bool, has_weights: bool
 ) -> dict[str, Quantizer]:
-    """Return the quantisers of a layer: those of its kind without prefix; of other operations with a zero point.
+    """Return role -> quantiser of a layer of some kind.
 
-    Other operations have no running ranges, but one per vector: of a convolution, per position. An exception is the
-    input of a weight that a module computes, see ``op_handlers.weight_op_roles``.
+    Roles of its kind lose their prefix, "linear_input" is "input" in a linear layer. Operations of other kinds in it
+    have a zero point and no running range but a range per vector, or per position of a convolution. An exception is
+    the input of a weight that a module computes, see ``op_handlers.weight_op_roles``.
     """
-    own = f"{kind}_"
+    prefix = f"{kind}_"
     roles = {
-        role.removeprefix(own): q
-        for role, q in config.quantizers.items()
-        if role.startswith(own)
+        role.removeprefix(prefix): quantizer
+        for role, quantizer in config.quantizers.items()
+        if role.startswith(prefix)
     }
     roles["bias"] = config.quantizers["bias"]
     if kind == "graph":
@@ -340,14 +349,16 @@ def _roles(
             roles["masked_input"] = Quantizer(
                 "per_tensor", running=True, zero_point=True
             )
-    if kind in ("linear", "conv"):  # as a masked weight
+    if kind in (
+        "linear",
+        "conv",
+    ):  # for weights computed in forward, such as masked ones
         roles["computed_weight"] = replace(
             roles["weight"], running=False, zero_point=True
         )
     for role, quantizer in config.quantizers.items():
-        if role.startswith(("linear_", "conv_", "attention_")) and not role.startswith(
-            own
-        ):
+        is_other_kind = not role.startswith(prefix)
+        if is_other_kind and role.startswith(("linear_", "conv_", "attention_")):
             granularity = "per_row" if quantizer.running else quantizer.granularity
             roles[role] = replace(
                 quantizer, granularity=granularity, running=False, zero_point=True
@@ -355,12 +366,12 @@ def _roles(
     return roles
 
 
-# modules of torch.nn whose own operations are elementwise, or none
+# files of torch.nn.modules whose modules run elementwise operations at most
 ELEMENTWISE_MODULES = frozenset(
     "activation batchnorm channelshuffle container dropout flatten fold instancenorm loss normalization padding "
     "pixelshuffle pooling sparse upsampling".split()
 )
-# modules of torch that surely multiply when they run; of others it is known once they have run
+# torch modules that always run a matmul or convolution; for others this is known once they have run
 LAYERS_OF_TORCH = (
     nn.Linear,
     nn.Bilinear,
@@ -372,18 +383,18 @@ LAYERS_OF_TORCH = (
 
 
 def _may_multiply(module: nn.Module) -> bool:
-    """Return whether operations may run in the forward of a module itself."""
+    """Return whether the forward of ``module``, apart from its children, may run a matmul."""
     if isinstance(module, (torch.jit.ScriptModule, LayerPrecision)):
         return False
     package, _, name = type(module).__module__.rpartition(".")
+    if isinstance(module, nn.MultiheadAttention):
+        return True
     is_elementwise = package == "torch.nn.modules" and name in ELEMENTWISE_MODULES
-    return (not is_elementwise and not isinstance(module, nn.Identity)) or isinstance(
-        module, nn.MultiheadAttention
-    )
+    return not is_elementwise and not isinstance(module, nn.Identity)
 
 
 def is_convertible(module: nn.Module) -> bool:
-    """Return whether a module can be given a precision; ``quantize_`` does so where it is no part of a layer."""
+    """Return whether ``quantize_`` can convert a module, unless it is part of a larger layer."""
     if (
         not _may_multiply(module)
         or is_uninitialized(module)
@@ -396,7 +407,7 @@ def is_convertible(module: nn.Module) -> bool:
 
 
 def is_uninitialized(module: nn.Module) -> bool:
-    """Return whether a module that may multiply is lazy, and has not run yet."""
+    """Return whether a module is lazy and its parameters have no shapes yet."""
     return (
         isinstance(module, LazyModuleMixin)
         and _may_multiply(module)
@@ -405,7 +416,7 @@ def is_uninitialized(module: nn.Module) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a module does more than to run its children one after the other."""
+    """Return whether ``module`` overrides the forward of ``nn.Module`` and ``nn.Sequential``."""
     return "forward" in vars(module) or type(module).forward not in (
         nn.Module.forward,
         nn.Sequential.forward,
@@ -413,7 +424,10 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def layer_parts(model: nn.Module) -> dict[str, str]:
-    """Return modules -> the layer they are part of: of graph convolutions, lists of parameters, parametrisations."""
+    """Return part -> layer for modules that belong to a layer.
+
+    Parts are children of graph convolutions, lists of parameters and parametrisations.
+    """
     parts: dict[str, str] = {}
     for name, module in model.named_modules():
         layer = _graph_layer(module)
@@ -436,18 +450,18 @@ def layer_parts(model: nn.Module) -> dict[str, str]:
 
 
 def holds_weights(module: nn.Module) -> bool:
-    """Return whether a module holds matrices that it, or its parent, multiplies by."""
-    if (
-        isinstance(module, LAYERS_OF_TORCH) or _graph_layer(module) is not None
-    ):  # also where the weight is computed
+    """Return whether a module holds weights of a matmul or convolution."""
+    # these have a weight even where it is computed and no parameter
+    if isinstance(module, LAYERS_OF_TORCH) or _graph_layer(module) is not None:
         return True
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not _may_multiply(module):
         return False
-    return any(p is not None and p.dim() > 1 for p in module._parameters.values())
+    parameters = module._parameters.values()
+    return any(p is not None and p.dim() > 1 for p in parameters)
 
 
-def _key_group(module: nn.Module) -> int:
-    """Return the group in whose order modules get the keys of their noise: layers of torch, weights, all others."""
+def _noise_key_group(module: nn.Module) -> int:
+    """Return the position in the order of noise keys: 0 torch layers, 1 other weights, 2 all others."""
     layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
     has_own_handler = (
         _graph_layer(module) is not None or op_handlers.module_kind(module) == "lstm"
@@ -475,42 +489,44 @@ def float32_reason(module: nn.Module) -> str:
 def _excluded(
     model: nn.Module, patterns: tuple[str, ...], parts: Mapping[str, str]
 ) -> set[str]:
-    """Return the names of the modules that patterns name, with all that they contain; ValueError for a useless one."""
+    """Return the names of the modules that match ``patterns``, and of their children.
+
+    Raises:
+        ValueError: for a pattern that matches nothing, or only part of a layer.
+    """
     names = dict.fromkeys(name for name, _ in model.named_modules() if name)
     matched: set[str] = set()
     for pattern in patterns:
-        hits = (
-            [pattern]
-            if pattern in names
-            else [name for name in names if fnmatchcase(name, pattern)]
-        )
-        if not hits:
-            near = (
+        if pattern in names:
+            matches = [pattern]
+        else:
+            matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
+            similar_names = (
                 get_close_matches(pattern, names, n=3, cutoff=0.3)
                 or list(names)[:3]
                 or ["none, as it has no parts"]
             )
             raise ValueError(
-                f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}"
+                f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(similar_names)}"
             )
-        if all(
-            name in parts for name in hits
-        ):  # a part of a layer that is quantised as a whole cannot stay behind
+        # a layer is quantised as a whole, so that a part of it cannot stay in float32
+        if all(name in parts for name in matches):
             raise ValueError(
-                f"float32 pattern {pattern!r} matches part of {parts[hits[0]] or 'the model'!r}; name it"
+                f"float32 pattern {pattern!r} matches part of {parts[matches[0]] or 'the model'!r}; name it"
             )
-        matched.update(hits)
+        matched.update(matches)
     return {name for name in names if not matched.isdisjoint(_with_parents(name))}
 
 
 def _with_parents(name: str) -> list[str]:
-    """Return the name of a module, and those of all that contain it but for the model: "a.b" gives "a", "a.b"."""
+    """Return the names of a module's parents, and its name: "a", "a.b" for "a.b"."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Undo ``quantize_``: no hooks and no precision, the same parameters; ValueError when nothing is converted."""
+    """Undo ``quantize_``: remove hooks and precisions, keep parameters; ValueError for an unconverted model."""
     check_types(restore_, locals())
     if not is_converted(model):
         raise ValueError("the model has no quantised layers")
@@ -523,11 +539,12 @@ def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
         vars(module).pop(HOOK, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [
+            interception_keys = [
                 key
                 for key, hook in hooks.items()
                 if hook in (enter_module, leave_module)
-            ]:
+            ]
+            for key in interception_keys:
                 hooks.pop(key)
                 module._forward_hooks_always_called.pop(key, None)
         graph_layer = _graph_layer(module)
@@ -543,25 +560,25 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def warn_of_added_modules(model: nn.Module) -> None:
-    """Warn once of layers, and of graphs of ``torch.fx``, that came into a converted model and run in float32."""
+    """Warn once of layers and ``torch.fx`` graphs that were added to a converted model and run in float32."""
     for module in model.modules():
-        if HOOK not in vars(module) and (
-            "_graph" in vars(module) or holds_weights(module)
-        ):
+        if HOOK in vars(module):
+            continue
+        if "_graph" in vars(module) or holds_weights(module):
             extensions.services("added_modules").warn_of_added_modules(model)
             return
 
 
 def precision_of(module: nn.Module) -> LayerPrecision | None:
-    """Return the precision of a converted module, None of any other."""
-    found = getattr(module, "precision", None)
-    return found if isinstance(found, LayerPrecision) else None
+    """Return the precision of a converted module; None for any other module."""
+    precision = getattr(module, "precision", None)
+    return precision if isinstance(precision, LayerPrecision) else None
 
 
 def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     """Return the precision of every quantised layer by the layer's name; ValueError when there is none.
 
-    Modules without weights are among them once they have multiplied.
+    Modules without weights are included once they have run a matmul.
     """
     return {name: p for name, p in all_precisions(model).items() if p.is_listed}
 
@@ -569,13 +586,13 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
 def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     """Return the precision of every converted module by its name; ValueError when there is none."""
     check_types(layer_precisions, {"model": model})
-    found = {
-        name: p
-        for name, module in model.named_modules()
-        if (p := precision_of(module)) is not None
-    }
-    if not found:
+    precisions = {}
+    for name, module in model.named_modules():
+        precision = precision_of(module)
+        if precision is not None:
+            precisions[name] = precision
+    if not precisions:
         raise ValueError(
             "the model has no quantised layers; call quantize_(model) first"
         )
-    return found
+    return precisions

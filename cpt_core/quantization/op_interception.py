@@ -1,17 +1,17 @@
 """Interception of matmuls and convolutions: one function mode per converted model.
 
-Hooks on the modules of a model switch a ``TorchFunctionMode`` on while the model runs, and keep the stack
-of running modules. The mode sees every function of torch that is called; ``OP_HANDLERS`` maps those that multiply to
-handlers, and a handler hands its operands to ``QuantizedOpsMode.run``, the one place where operands are rounded,
-work is counted and the gradient is rounded:
+Hooks on the modules of a model enable a ``TorchFunctionMode`` while the model runs, and maintain the stack of running
+modules. The mode receives every call of a torch function; ``OP_HANDLERS`` maps matmuls and convolutions to handlers,
+and a handler passes its operands to ``QuantizedOpsMode.run``, the one place where operands are rounded, work is counted and
+the gradient is rounded:
 
     y = f(q(a), q(b))        dy -> q(dy)
 
-Whose bits, ranges and noise apply follows the *parameter*: a weight belongs to the layer that holds it, whichever
-module uses it. An operation of two activations belongs to the innermost running module.
+The bits, ranges and noise of an operation are those of the layer that holds its *parameter*, whichever module uses the
+weight. An operation of two activations belongs to the innermost running module.
 
-The trade-offs: a function costs a call of Python while the mode is on, also where nothing is intercepted; and a
-``forward`` that is called directly, past its hooks, is intercepted only inside a module that was called as usual.
+The trade-offs: while the mode is enabled every torch function costs one Python call, also if it is not intercepted; and
+a ``forward`` that is called directly, without its hooks, is intercepted only inside a module that was called.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from cpt_core import extensions
 from cpt_core.quantization.feature_axes import MOVES, FeatureAxes
 from cpt_core.quantization.precision import LayerPrecision
 
-without_modes = (
-    torch._C.DisableTorchFunction
-)  # inside, no function of torch is shown to any mode
-HOOK = "_interception"  # name of the attribute that a hooked module has
-# function of torch -> ``handler(mode, function, *args, **kwargs)``, which returns None where it leaves that to torch
+# context manager in which no function mode receives torch functions
+without_modes = torch._C.DisableTorchFunction
+# attribute of a hooked module that holds its ``Interception``
+HOOK = "_interception"
+# torch function -> ``handler(mode, function, *args, **kwargs)``, which returns None to let torch compute it
 OP_HANDLERS: dict[Any, Callable[..., Any]] = {}
-# (execution, operation) -> what computes it instead: ``executor(precision, operands, roles, along, options)``
+# (execution, operation) -> alternative implementation: ``executor(precision, operands, roles, along, options)``
 OP_EXECUTORS: dict[tuple[str, str], Callable[..., Any]] = {}
-# function -> ``composite(mode, *args, **kwargs)``, the same function with its inner ones visible
+# function -> ``composite(mode, *args, **kwargs)``, which computes it through functions that the mode can intercept
 COMPOSITE_OPS: dict[Any, Callable[..., Any]] = {}
-# function of torch -> ``counter(mode, output, *args, **kwargs) -> operations``, asked only while operations are
-# reported: of functions that are counted as a whole, instead of what their handler reports, if they have one
+# torch function -> ``counter(mode, output, *args, **kwargs) -> operations``, called while operations are reported; it
+# counts the function as a whole, and replaces the reports of its handler
 COUNTED_FUNCTIONS: dict[Any, Callable[..., Iterable[Operation]]] = {}
-Operands = tuple[Tensor, Tensor, Tensor | None]  # first operand, second operand, bias
+# (first operand, second operand, bias)
+Operands = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Operation(NamedTuple):
-    """An intercepted operation that has run, as it is reported to ``QuantizedOpsMode.on_operation``.
+    """Report of an intercepted operation that has run, passed to ``QuantizedOpsMode.on_operation``.
 
     Attributes:
         layer: name of the layer that the operation belongs to.
         function: name of the operation, such as "linear" or "conv2d".
         macs: multiply-accumulates, or elementwise operations, of the forward pass.
-        elements: how many of the first operand, the second and the output are moved.
-        error: whether the input gradient is computed if a gradient comes back.
-        weight: whether the weight gradient is.
+        elements: numbers of elements read of the first and second operand and written of the output.
+        error: whether the backward pass computes an input gradient (dgrad).
+        weight: whether the backward pass computes a weight gradient (wgrad).
         precision: bits in effect; None where the operation ran in float32, whatever the bits of the layer.
-        part: "" for a matmul or convolution; else what a layer does besides, such as "aggregation", see ``bitops``.
+        part: "" for a matmul or convolution; otherwise the kind of work, such as "aggregation", see ``bitops``.
         once: computed once per bit width in a whole run, as the sum of constant features over neighbours.
-        owner: the layer whose bits price it, see ``bitops.counting``; None for float32.
-        is_recomputed: computed again in the backward pass.
+        owner: layer whose bits determine the price, see ``bitops.counting``; None for float32.
+        is_recomputed: whether the backward pass recomputed it.
     """
 
     layer: str
@@ -77,15 +78,21 @@ class Operation(NamedTuple):
 
 
 class Interception(NamedTuple):
-    """What a hooked module knows: the mode of its model, its name, and its precision where it is converted."""
+    """Record of a hooked module, stored in its attribute ``HOOK``.
+
+    Attributes:
+        mode: function mode of its model.
+        name: name of the module in the model.
+        precision: its bits and ranges; None if it is not converted.
+        kind: "linear", "conv", "lstm", "graph", or "attention" for modules of any other class.
+        is_paper_attention: whether it runs the paper's attention, see ``QuantConfig.attention``.
+    """
 
     mode: QuantizedOpsMode
     name: str
     precision: LayerPrecision | None
-    kind: str  # "linear", "conv", "lstm", "graph", or "attention" for modules of any other class
-    is_paper_attention: (
-        bool  # whether it runs the paper's attention, see ``QuantConfig.attention``
-    )
+    kind: str
+    is_paper_attention: bool
 
 
 def describe_operation(
@@ -99,25 +106,31 @@ def describe_operation(
     part: str = "",
     once: bool = False,
 ) -> Operation:
-    """Describe an operation by its operands, as they were before rounding, and its output."""
-    elements = first.numel(), second.numel(), output.numel()
-    is_matmul = function == "matmul"  # the gradient of a vector's partner sums nothing
-    error = first.requires_grad and not (is_matmul and second.dim() < 2)
-    weight = second.requires_grad and not (is_matmul and first.dim() < 2)
+    """Return the report of an operation with these operands, before rounding, and output."""
+    # in a matmul with a vector, the gradient of the other operand is an outer product, which sums nothing
+    is_matmul = function == "matmul"
     return Operation(
-        layer, function, int(macs), elements, error, weight, precision, part, once
+        layer=layer,
+        function=function,
+        macs=int(macs),
+        elements=(first.numel(), second.numel(), output.numel()),
+        error=first.requires_grad and not (is_matmul and second.dim() < 2),
+        weight=second.requires_grad and not (is_matmul and first.dim() < 2),
+        precision=precision,
+        part=part,
+        once=once,
     )
 
 
 @dataclass(slots=True, eq=False)
 class RunningModule:
-    """An entry of the stack of running modules.
+    """Entry of the stack of running modules.
 
     Attributes:
-        module: that runs.
-        interception: what it knows.
-        scores: (rows, columns) of the scores of tokens that it has computed, see ``op_handlers.find_token_weights``.
-        probabilities: (rows, columns) of the results of softmax.
+        module: the module.
+        interception: its record.
+        scores: shapes (rows, columns) of the attention scores computed in it, see ``op_handlers.find_token_weights``.
+        probabilities: shapes (rows, columns) of the outputs of softmax in it.
     """
 
     module: nn.Module
@@ -126,17 +139,17 @@ class RunningModule:
     probabilities: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
 
     def take_shapes(self, other: RunningModule) -> None:
-        """Know the shapes that a module inside this one has computed."""
+        """Add the shapes that were computed in a child module."""
         self.scores.extend(other.scores)
         self.probabilities.extend(other.probabilities)
 
 
 class _RunningModules(threading.local):
-    """The stack of running modules of one thread.
+    """Stack of running modules of one thread.
 
     Attributes:
-        stack: the running modules, the innermost one last.
-        features: where the features of its tensors are.
+        stack: running modules, the innermost one last.
+        features: positions of the feature axis of tensors.
     """
 
     def __init__(self) -> None:
@@ -145,10 +158,12 @@ class _RunningModules(threading.local):
 
 
 class QuantizedOpsMode(TorchFunctionMode):
-    """Quantises and reports the operations of one model while it runs.
+    """Function mode that quantises and reports the operations of one model while it runs.
 
     Attributes:
-        on_operation: called with every ``Operation`` and its output; the plan, ``check`` and the ledger count with it.
+        running: stack of running modules.
+        on_operation: callback for every ``Operation`` and its output, used by the plan, ``check`` and the ledger.
+        owners: parameter -> record of the layer that holds it, or None.
     """
 
     def __init__(self) -> None:
@@ -156,31 +171,29 @@ class QuantizedOpsMode(TorchFunctionMode):
         extensions.load_optional("operations")
         self.running = _RunningModules()
         self.on_operation: Callable[[Operation, Any], None] | None = None
-        self.owners: Any = WeakIdKeyDictionary()  # parameter -> its layer, or None
+        self.owners: Any = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a new mode for copies and pickles: with no running module, callback or table of parameters."""
+        """Exclude running modules, callback and owners from copies and pickles."""
         return type(self), ()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run one function of torch, and report its operations where they are asked for."""
+        """Run one torch function, quantised if it has a handler."""
         kwargs = kwargs or {}
         if self.on_operation is None:
-            if (
-                function not in OP_HANDLERS and function not in COMPOSITE_OPS
-            ):  # as most functions
+            # most functions take this path
+            if function not in OP_HANDLERS and function not in COMPOSITE_OPS:
                 return self.run_as_torch(function, args, kwargs)
         elif function in COUNTED_FUNCTIONS:
             return self._count_whole(function, args, kwargs)
         return self.run_function(function, args, kwargs)
 
     def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a function by its handler where it has one; as torch has it where nothing is rounded or reported."""
-        if (
-            "out" in kwargs and kwargs["out"] is None
-        ):  # functions of torch that are written in Python pass it on
+        """Run a function by its handler if it has one, unless there is nothing to round or report."""
+        # torch functions written in Python pass out=None on
+        if "out" in kwargs and kwargs["out"] is None:
             del kwargs["out"]
         handler = None if "out" in kwargs else OP_HANDLERS.get(function)
         if handler is not None and self.is_inside():
@@ -201,7 +214,7 @@ class QuantizedOpsMode(TorchFunctionMode):
         return self.run_as_torch(function, args, kwargs)
 
     def run_as_torch(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a function as torch has it, and follow the features of its tensors."""
+        """Run the torch function itself, and track the feature axes of its tensors."""
         output = function(*args, **kwargs)
         if function in MOVES or self.running.features.has_moved:
             self.running.features.follow(function, args, kwargs, output)
@@ -210,11 +223,11 @@ class QuantizedOpsMode(TorchFunctionMode):
     def call_handler(
         self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Let a handler compute a function."""
+        """Return the result of a handler; subclasses may wrap it."""
         return handler(self, function, *args, **kwargs)
 
     def check_not_nested(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError for nested operands of a layer that quantises: they would be multiplied in float32."""
+        """Raise ValueError for nested operands of a quantised layer, which would run in float32."""
         operands = tensor_arguments(args, kwargs)
         if not any(x.is_nested for x in operands):
             return
@@ -227,8 +240,9 @@ class QuantizedOpsMode(TorchFunctionMode):
                 )
 
     def _count_whole(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a function of ``COUNTED_FUNCTIONS``, and report what its counter says."""
-        report, self.on_operation = self.on_operation, lambda operation, output: None
+        """Run a function of ``COUNTED_FUNCTIONS``, and report the operations of its counter."""
+        report = self.on_operation
+        self.on_operation = _ignore_operation  # the handler reports nothing itself
         try:
             output = self.run_function(function, args, kwargs)
         finally:
@@ -242,86 +256,82 @@ class QuantizedOpsMode(TorchFunctionMode):
                 report(operation, output)
         return output
 
-    # --- the stack of running modules -------------------------------------------------------------------------------
+    # --- stack of running modules ---
 
     def enter(self, module: nn.Module, interception: Interception) -> None:
-        """Put a module on the stack; the first one switches the mode on."""
+        """Push a module on the stack; the first one enables the mode."""
         self.running.stack.append(RunningModule(module, interception))
         if len(self.running.stack) == 1:
             self.__enter__()
 
     def leave(self, module: nn.Module) -> None:
-        """Take a module off the stack; the first one switches the mode off."""
+        """Pop a module off the stack; the first one disables the mode."""
         stack = self.running.stack
         if not stack or stack[-1].module is not module:
             return  # a hook failed before the module was entered
-        left = stack.pop()
+        finished = stack.pop()
         if not stack:
             self.running.features.clear()
             self.__exit__(None, None, None)
-        else:  # a module may compute the scores of another
-            stack[-1].take_shapes(left)
+        else:  # a module may compute the attention scores of its parent
+            stack[-1].take_shapes(finished)
 
     def is_inside(self) -> bool:
-        """Return whether code of a running module calls."""
+        """Return whether a module of the model is running."""
         return bool(self.running.stack)
 
     def is_idle(self, args: Any, kwargs: Any) -> bool:
-        """Return whether a function is neither reported nor quantised, by layers of its weights or the running one."""
-        top = self.running.stack[-1].interception
-        if self.on_operation is not None or (
-            top.precision is not None and top.precision.active_bits.has_quantized_roles
-        ):
+        """Return whether a call needs no report and no layer involved in it is quantised."""
+        if self.on_operation is not None:
             return False
-        owners = [
-            owner
-            for x in tensor_arguments(args, kwargs)
-            if (owner := self.find_owner(x)) is not None
-        ]
+        top = self.running.stack[-1].interception
+        if top.precision is not None and top.precision.active_bits.has_quantized_roles:
+            return False
+        owners = []
+        for x in tensor_arguments(args, kwargs):
+            owner = self.find_owner(x)
+            if owner is not None:
+                owners.append(owner)
         return not any(
             layer.precision is not None and self.is_active(layer.precision)
             for layer in owners or [top]
         )
 
-    # --- whose operation it is --------------------------------------------------------------------------------------
+    # --- layer of an operation ---
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether a tensor is a parameter, or a view of one."""
         return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
     def find_layer(self, weight: Tensor) -> Interception:
-        """Return the layer that holds a weight; the innermost running one where none is known to hold it."""
+        """Return the layer that holds a weight, or the innermost running module if none does."""
         top = self.running.stack[-1]
         if top.module._parameters.get("weight") is weight:
             return top.interception
         return self.find_owner(weight) or top.interception
 
     def find_owner(self, weight: Tensor) -> Interception | None:
-        """Return the layer that holds the parameter that a tensor is, or is a view of."""
-        held = weight if weight._base is None else weight._base
-        if not isinstance(held, nn.Parameter):
+        """Return the layer of the parameter that ``weight`` is, or is a view of; None if there is none."""
+        parameter = weight if weight._base is None else weight._base
+        if not isinstance(parameter, nn.Parameter):
             return None
-        if torch.compiler.is_compiling():  # which knows no table of parameters
-            return next(
-                (
-                    layer
-                    for tensor, layer in self.find_owners()
-                    if tensor is held or tensor is weight
-                ),
-                None,
-            )
-        if held not in self.owners:
-            self.owners[held] = None
-            self.owners.update(
-                reversed(self.find_owners())
-            )  # the first one of several that share a parameter
-        return self.owners[held]
+        # compilers cannot trace the weak dictionary
+        if torch.compiler.is_compiling():
+            for tensor, layer in self.find_owners():
+                if tensor is parameter or tensor is weight:
+                    return layer
+            return None
+        if parameter not in self.owners:
+            self.owners[parameter] = None
+            # reversed: of several layers that share a parameter, the first one owns it
+            self.owners.update(reversed(self.find_owners()))
+        return self.owners[parameter]
 
     def find_owners(self) -> list[tuple[Tensor, Interception]]:
         """Return the parameters of the model, each with its layer."""
         return parameters_with_layers(self.running.stack[0].module)
 
-    # --- the one place where operations are quantised ---------------------------------------------------------------
+    # --- quantisation of an operation ---
 
     def run(
         self,
@@ -336,18 +346,18 @@ class QuantizedOpsMode(TorchFunctionMode):
         along: tuple[int | None, int | None] = (None, None),
         options: Any = None,
     ) -> Tensor:
-        """Round the operands, compute, count, and round the gradient that comes back.
+        """Run an operation with rounded operands and a rounded output gradient, and report it.
 
         Args:
-            layer: whose precision applies.
-            name: of the operation, for reports.
+            layer: layer whose bits apply.
+            name: name of the operation in reports and ``OP_EXECUTORS``.
             compute: ``compute(first, second, bias)``, linear in each operand.
-            operands: see ``Operands``.
-            roles: of the first and second operand, keys of ``QUANTIZERS``; None for one that is not to be rounded.
-            macs: first, second, output -> multiply-accumulates of the forward pass.
-            gradient: role of the output's gradient.
-            along: dimension of the first and second operand over which the operation sums; None for that of the role.
-            options: of the operation, such as the geometry of a convolution, for ``OP_EXECUTORS``.
+            operands: first operand, second operand, bias or None.
+            roles: roles of the first and second operand, keys of ``QUANTIZERS``; None for one that is not rounded.
+            macs: function of first operand, second operand and output: multiply-accumulates of the forward pass.
+            gradient: role of the output gradient.
+            along: dimension of the first and second operand over which the operation sums; None for the role's own.
+            options: arguments for ``OP_EXECUTORS``, such as the geometry of a convolution.
         """
         precision = layer.precision
         if precision is None or not self.is_active(precision):
@@ -356,16 +366,11 @@ class QuantizedOpsMode(TorchFunctionMode):
             if precision.zeros_unchecked:
                 precision.warn_of_exact_zeros(roles[1], operands[1])
             executor = OP_EXECUTORS.get((precision.execution, name))
-            found = (
-                None
-                if executor is None
-                else executor(precision, operands, roles, along, options)
-            )
-            output = (
-                precision.quantized(compute, operands, roles, gradient, along)
-                if found is None
-                else found
-            )
+            output: Any = None
+            if executor is not None:
+                output = executor(precision, operands, roles, along, options)
+            if output is None:
+                output = precision.quantized(compute, operands, roles, gradient, along)
         if self.on_operation is not None and not torch.compiler.is_compiling():
             first, second, _ = operands
             work = macs(first, second, output)
@@ -378,13 +383,17 @@ class QuantizedOpsMode(TorchFunctionMode):
         return output
 
     def is_active(self, precision: LayerPrecision) -> bool:
-        """Return whether a layer quantises now; RuntimeError as long as it has no bits."""
+        """Return whether a layer quantises any role; RuntimeError if no bits are set."""
         precision.require_bits()
         return precision.active_bits.has_quantized_roles
 
 
+def _ignore_operation(operation: Operation, output: Any) -> None:
+    """Do nothing (``on_operation`` while a function is counted as a whole)."""
+
+
 def is_quantizable(args: Any, kwargs: Any) -> bool:
-    """Return whether all operands are dense real tensors, and the first one floating."""
+    """Return whether all tensor arguments are dense and real, and the first is floating-point."""
     tensors = tensor_arguments(args, kwargs)
     for x in tensors:
         if x.layout is not torch.strided or x.is_complex() or x.is_nested:
@@ -393,9 +402,10 @@ def is_quantizable(args: Any, kwargs: Any) -> bool:
 
 
 def tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among arguments, and in lists and tuples of them."""
+    """Return the tensors among the arguments, and in lists and tuples of them."""
     tensors = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
+    arguments = (*args, *kwargs.values()) if kwargs else args
+    for value in arguments:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
@@ -404,42 +414,40 @@ def tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def interception_mode_class() -> type[QuantizedOpsMode]:
-    """Return the class of modes of models; that of ``cpt_extras`` serves models that run in unusual ways."""
-    unusual = extensions.load_optional("guarded_mode")
-    return QuantizedOpsMode if unusual is None else unusual.GuardedMode
+    """Return the class of function modes: ``GuardedMode`` of ``cpt_extras`` if installed."""
+    guarded_mode = extensions.load_optional("guarded_mode")
+    return QuantizedOpsMode if guarded_mode is None else guarded_mode.GuardedMode
 
 
 def parameters_with_layers(root: nn.Module) -> list[tuple[Tensor, Interception]]:
-    """Return what all modules below one hold as parameters, each with its layer; converted layers come first."""
+    """Return (parameter, layer) of all modules below ``root``, converted layers first."""
     converted: list[tuple[Tensor, Interception]] = []
-    others: list[tuple[Tensor, Interception]] = []
+    unconverted: list[tuple[Tensor, Interception]] = []
     for module in root.modules():
         interception = getattr(module, HOOK, None)
-        if interception is not None:
-            held = [
-                (tensor, interception)
-                for tensor in module._parameters.values()
-                if tensor is not None
-            ]
-            (others if interception.precision is None else converted).extend(held)
-    return converted + others
+        if interception is None:
+            continue
+        pairs = unconverted if interception.precision is None else converted
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                pairs.append((parameter, interception))
+    return converted + unconverted
 
 
-# --- hooks ------------------------------------------------------------------------------------------------------------
+# --- hooks ---
 
 
 def enter_module(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook: note that a module runs."""
+    """Push a module on the stack of its mode (forward pre-hook)."""
     interception: Any = module._interception
     precision = interception.precision
-    if (
-        precision is not None and precision.training != module.training
-    ):  # it is no child of the module
+    # a precision that is no child of the module does not follow its mode
+    if precision is not None and precision.training != module.training:
         precision.train(module.training)
     interception.mode.enter(module, interception)
 
 
 def leave_module(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook: note that a module has run, or failed."""
+    """Pop a module that has run, or failed, off the stack of its mode (forward hook)."""
     interception: Any = module._interception
     interception.mode.leave(module)
