@@ -6,7 +6,7 @@ import cpt_core as cpt
 from cpt_lessons import exercises
 
 
-# 4. Round all three, multiply, and have the gradient of the output rounded before anything uses it.
+# 4. Round all three operands, multiply, and round the gradient of the output before autograd uses it.
 def quantize(x, bits, dim=None, noise=0.0):
     """Round x to 2**bits values between its minimum and its maximum."""
     low, high = torch.aminmax(x, dim=dim, keepdim=True)
@@ -16,7 +16,7 @@ def quantize(x, bits, dim=None, noise=0.0):
 
 
 def rounded(x, bits, dim=None):
-    """Round x, and let its gradient through."""
+    """Round x, and pass its gradient through unchanged."""
     return quantize(x.detach(), bits, dim) + (x - x.detach())
 
 

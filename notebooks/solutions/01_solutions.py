@@ -10,8 +10,8 @@ from cpt_lessons import exercises
 mine = cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=1000)
 
 
-# 2. Find the place in the cycle, mirror it in the 1st, 3rd, 5th, ... cycle, and stretch the curve from 3 to 8. The
-# horizontal mirror changes the place x, not the value of the curve. The vertical one would make ETV of it.
+# 2. Compute the position in the cycle, mirror it in the 1st, 3rd, 5th, ... cycle, and scale the curve to 3 to 8 bits.
+# The horizontal mirror changes the position x, the vertical one the value of the curve, which would give ETV.
 def eth(t):
     """Return the bits of step t."""
     cycle, x = divmod(t / 8000, 1)
@@ -20,8 +20,8 @@ def eth(t):
     return round(3 + 5 * (1 - math.exp(-4 * x)))
 
 
-# 3. RR stays at few bits for most of a cycle, and one cycle ends with many of them. Static 4 is right as well, costs
-# 0.42, and needs no schedule: always compare a schedule with a static precision of the same cost.
+# 3. RR has few bits for most of a cycle and many at its end. Static 4 is right as well, costs 0.42, and needs no
+# schedule: always compare a schedule with static precision of the same cost.
 cheap = cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=400, n_cycles=1)
 
 exercises.check("01.1", mine)

@@ -3,7 +3,7 @@
 from cpt_lessons import exercises
 
 
-# 1. With FP-Agg the sums stay at 32 bits, whatever the schedule does to the products.
+# 1. With FP-Agg the sums have 32 bits under every schedule.
 def share_of_sums(products, sums, q):
     """Return the share of the sums in the bit operations of the forward pass."""
     return sums * 32 * 32 / (sums * 32 * 32 + products * q * q)

@@ -3,8 +3,8 @@
 from cpt_lessons import exercises
 
 
-# 1. What a seed brings to both trainings cancels in their difference. A seed that only one has does not cancel, so it
-#    must not count.
+# 1. The common effect of a seed cancels in the difference. A seed that only one training has does not cancel, so leave
+#    it out.
 def paired(a, b):
     """Return the mean difference over the seeds of both."""
     both = a.keys() & b.keys()

@@ -4,23 +4,23 @@ import cpt_core as cpt
 from cpt_lessons import exercises
 
 
-# 1. More bits cost more, so the dearest precision that fits is the one with the most bits. It is the
-# baseline of every schedule of that budget.
+# 1. More bits cost more, so the most expensive precision within the budget has the most bits. It is the baseline of
+# every schedule of that budget.
 def static_of(budget):
-    """Return the bits of the dearest static precision that a budget pays for."""
+    """Return the most bits of a static precision within a budget."""
     return max(q for q in range(1, 9) if (q**2 + 2 * q * 8) / (3 * 8**2) <= budget)
 
 
 # 2. Solve 192 c = q^2 + 16 q for q. The bits grow like a root of the cost, and noise falls by 4 with each bit, so the
-# first bits save far more noise than the last ones: n is convex. That is all that Jensen's inequality needs.
+# first bits save far more noise than the last ones: n is convex, as Jensen's inequality requires.
 def noise(cost):
     """Return the noise of a step of this cost, relative to that of a step at 8 bits."""
     bits = (64 + 192 * cost) ** 0.5 - 8
     return 4 ** (8 - bits)
 
 
-# 3. Few bits first, then as many as the budget pays for, without a cycle. `train(mine, seed) - train(static, seed)`
-# over ten seeds says whether it wins.
+# 3. Few bits first, then as many as the budget allows, without a cycle. `train(mine, seed) - train(static, seed)`
+# over ten seeds shows whether it wins.
 mine = cpt.FunctionSchedule(
     lambda u: 2 if u < 0.45 else 3 if u < 0.9 else 4, total_steps=160
 )

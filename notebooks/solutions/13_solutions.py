@@ -3,14 +3,14 @@
 import cpt_core as cpt
 from cpt_lessons import exercises
 
-# 1. The solver bends the cosine until its cost is the budget.
+# 1. The solver bends the cosine until its cost equals the budget.
 half = cpt.solve_schedule(0.5, q_min=3, q_max=8, total_steps=64_000, family="cosine")
 
-# 2. A larger power keeps the bits low for longer. In the end they never rise above 4, which is static 4 bits.
+# 2. A larger power keeps the bits low for longer. In the limit they never rise above 4, which is static 4 bits.
 lowest = (4**2 + 2 * 4 * 8) / 192
 
-# 3. The one that stays nearest to its mean: every step at the lowest precision adds more noise than one at the highest
-# saves.
+# 3. The one that stays nearest to its mean, because a step at the lowest precision adds more noise than one at the
+# highest saves.
 families = ("rex", "linear", "cosine", "exponential")
 noises = {
     name: cpt.solve_schedule(

@@ -3,8 +3,8 @@
 from cpt_lessons import exercises
 
 
-# 1. The area is a sum over the objects: each found one adds the best precision from its place on, over all objects.
-#    Objects that are never found add nothing. It is 0.688 for the six detections of section 1.
+# 1. The area is a mean over the objects: each object that is found adds the best precision from its detection on.
+#    Objects that are never found add 0. The result is 0.688 for the six detections of section 1.
 def average_precision(hits, objects):
     """Return the mean over all objects of the best precision at which they are found, 0 for those never found."""
     precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]

@@ -3,10 +3,10 @@
 from cpt_lessons import exercises
 
 
-# 1. A mean over steps does not depend on their order, so only the number of low steps counts, not their date. Low steps
-#    cost (q^2 + 16 q) / 192 of one at 8 bits, all others 1.
+# 1. A mean over steps does not depend on their order, so only the number of low steps matters, not their date. Low
+#    steps cost (q^2 + 16 q) / 192 of one at 8 bits, all others 1.
 def cost_of_deficit(low_steps, steps, q):
-    """Return the cost of a training with a deficit, relative to 8 bits throughout."""
+    """Return the cost of a training with a deficit, relative to static 8 bits."""
     low = (q**2 + 16 * q) / 192
     return (low_steps * low + steps - low_steps) / steps
 
