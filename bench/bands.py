@@ -54,7 +54,7 @@ BANDS: dict[str, tuple[Callable[[str], list[RunSpec]], str, str, str]] = {
 }
 
 
-def measured(specs: list[RunSpec], metric: str) -> list[float]:
+def measure_runs(specs: list[RunSpec], metric: str) -> list[float]:
     """Return the final test metric of every run."""
     return [
         round(train(load_task_class(spec), spec).metric(metric), 4) for spec in specs
@@ -79,8 +79,8 @@ def main() -> None:
         if only not in name:
             continue
         values, control = (
-            measured(specs(arm), metric),
-            measured(specs(control_arm), metric),
+            measure_runs(specs(arm), metric),
+            measure_runs(specs(control_arm), metric),
         )
         mean, sigma = statistics.mean(values), statistics.stdev(values)
         low, high = round(mean - 4 * sigma, 4), round(mean + 4 * sigma, 4)

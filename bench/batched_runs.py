@@ -38,7 +38,7 @@ RECIPES = {
     for r in data.recipes.get("demo", ())
 }
 EMBEDDED = ("digits/mlp6", "digits/resnet8_w8", "digits-graph/gcn", "pydoc/lstm")
-BESIDE, REPEATS, WORKERS = (2, 11), 3, 2
+GROUP_SIZES, REPEATS, WORKERS = (2, 11), 3, 2
 
 
 def specs(name: str, seed: int) -> list[RunSpec]:
@@ -49,7 +49,9 @@ def specs(name: str, seed: int) -> list[RunSpec]:
     ]
 
 
-def seconds(clock: Callable[[], float], *timed: Callable[[], object]) -> list[float]:
+def median_seconds(
+    clock: Callable[[], float], *timed: Callable[[], object]
+) -> list[float]:
     """Return the median time of each, interleaved."""
     taken: list[list[float]] = [[] for _ in timed]
     for _ in range(REPEATS):
@@ -60,7 +62,7 @@ def seconds(clock: Callable[[], float], *timed: Callable[[], object]) -> list[fl
     return [statistics.median(of) for of in taken]
 
 
-def measured(name: str) -> dict[str, float]:
+def measure_recipe(name: str) -> dict[str, float]:
     """Return seconds of a run alone and of a sweep, and the ratios."""
     arms = specs(name, 0)
     train(load_task_class(arms[0]), arms[0])  # data, kernels
@@ -70,10 +72,10 @@ def measured(name: str) -> dict[str, float]:
             [training_steps(load_task_class(spec), spec) for spec in arms[:count]]
         )
 
-    alone, *beside = seconds(
+    alone, *beside = median_seconds(
         time.process_time,
         lambda: train(load_task_class(arms[2]), arms[2]),
-        *(lambda n=n: side_by_side(n) for n in BESIDE),
+        *(lambda n=n: side_by_side(n) for n in GROUP_SIZES),
     )
     whole = [spec for seed in range(2) for spec in specs(name, seed)]
 
@@ -87,10 +89,12 @@ def measured(name: str) -> dict[str, float]:
                 progress=False,
             )
 
-    apart, by_default = seconds(time.monotonic, lambda: sweep(1), lambda: sweep(None))
+    apart, by_default = median_seconds(
+        time.monotonic, lambda: sweep(1), lambda: sweep(None)
+    )
     found = {
         f"R={n}": round(alone * n / taken, 2)
-        for n, taken in zip(BESIDE, beside, strict=True)
+        for n, taken in zip(GROUP_SIZES, beside, strict=True)
     }
     times = {"alone_s": round(alone, 2), "sweep_s": round(apart, 1)}
     return {**times, **found, "sweep": round(apart / by_default, 2)}
@@ -107,17 +111,17 @@ def main(names: list[str]) -> None:
             {**os.environ, **missing},
         )
     torch.set_num_threads(1)
-    found = {}
+    ratios_by_recipe = {}
     for name in names or EMBEDDED:
-        found[name] = measured(name)
-        print(name, found[name], flush=True)
+        ratios_by_recipe[name] = measure_recipe(name)
+        print(name, ratios_by_recipe[name], flush=True)
     where = {**source(), "machine": machine(), "versions": versions()}
-    kept = {
+    content = {
         "command": "python -m bench.batched_runs",
-        "recipes": found,
+        "recipes": ratios_by_recipe,
         "provenance": where,
     }
-    write_text(results_dir() / "together.json", json.dumps(kept, indent=1) + "\n")
+    write_text(results_dir() / "together.json", json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

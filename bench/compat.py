@@ -22,24 +22,24 @@ CHECK = Path(__file__).with_name("compat_check.py")
 
 
 def _uv() -> str:
-    found = shutil.which(
+    path = shutil.which(
         "uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     )
-    if found is None:
+    if path is None:
         raise SystemExit("compat needs uv: pip install uv")
-    return found
+    return path
 
 
 def _environment() -> dict[str, str]:
     """Ours, without the checkout, with the Pythons of pyenv, whose shims answer for the chosen one only."""
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHON", "CPT_", "VIRTUAL_"))
     }
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     return {
-        **kept,
+        **inherited,
         "PATH": os.pathsep.join(
             [*map(str, pyenv.glob("versions/*/bin")), os.environ["PATH"]]
         ),
@@ -47,23 +47,23 @@ def _environment() -> dict[str, str]:
 
 
 def _call(*words: str | Path, cwd: Path) -> tuple[bool, str]:
-    done = subprocess.run(
+    process = subprocess.run(
         words, cwd=cwd, env=_environment(), capture_output=True, text=True
     )
-    return done.returncode == 0, (done.stdout + done.stderr).strip()
+    return process.returncode == 0, (process.stdout + process.stderr).strip()
 
 
-def _reason(said: str) -> str:
+def _reason(output: str) -> str:
     """The last line that says something."""
     return next(
-        (line.strip(" ╰─▶│") for line in reversed(said.splitlines()) if line.strip()),
+        (line.strip(" ╰─▶│") for line in reversed(output.splitlines()) if line.strip()),
         "no message",
     )[:140]
 
 
 def build(uv: str, folder: Path) -> Path:
     """Build the wheel by way of the source distribution, which takes no stale files along."""
-    there, said = _call(
+    is_built, output = _call(
         uv,
         "build",
         "-q",
@@ -75,8 +75,8 @@ def build(uv: str, folder: Path) -> Path:
         ROOT,
         cwd=folder,
     )
-    if not there:
-        raise SystemExit(f"compat could not build the wheel:\n{said}")
+    if not is_built:
+        raise SystemExit(f"compat could not build the wheel:\n{output}")
     return next(folder.glob("*.whl"))
 
 
@@ -141,15 +141,15 @@ def main() -> int:
     parser.add_argument("--torch", nargs="+", default=["2.6.0", "newest"])
     parser.add_argument("--backend", choices=["cpu", "default"], default="cpu")
     parser.add_argument("--find-links", nargs="*", default=[], help="folders of wheels")
-    given = parser.parse_args()
+    options = parser.parse_args()
     uv, lines = _uv(), []
     with tempfile.TemporaryDirectory(prefix="cpt-wheel-") as folder:
         wheel = build(uv, Path(folder))
-        for python in given.python:
-            for torch in given.torch:
+        for python in options.python:
+            for torch in options.torch:
                 lines.append(
                     combination(
-                        uv, wheel, python, torch, given.backend, given.find_links
+                        uv, wheel, python, torch, options.backend, options.find_links
                     )
                 )
                 print("{:<7} torch {:<8} {:<14} {}".format(*lines[-1]), flush=True)

@@ -154,14 +154,14 @@ def operations() -> None:
 def range_test() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = cpt.search.precision_range_test(
+    result = cpt.search.precision_range_test(
         model, stepper(model, optimizer), optimizer, q_max=8, bits=(2, 4), dwell=20
     )
-    assert "8" in str(found)
+    assert "8" in str(result)
 
 
 def digits() -> None:
-    words = [
+    command = [
         sys.executable,
         "-m",
         "cpt_lab",
@@ -173,8 +173,8 @@ def digits() -> None:
         "CR",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr.strip().splitlines()[-1]
 
 
 PARTS = (

@@ -43,53 +43,56 @@ LINE = ("measure", "a", "b", "tasks", "only", "test", "margin", "grids")
 def fingerprint(claim: Claim) -> str:
     """Return eight hexadecimal digits that change with the rule of a claim; not with comments, docstrings or layout."""
     line = [getattr(claim, name) for name in LINE]
-    code = reached([*CODE, MEASURES[claim.measure]])
+    code = collect_code([*CODE, MEASURES[claim.measure]])
     return hashlib.sha256(
         json.dumps([line, sorted(code.items())]).encode()
     ).hexdigest()[:8]
 
 
-def reached(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+def collect_code(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
     """Return the words of functions, and of all that they call on in this folder, by name: functions and constants."""
-    left, found = [inspect.unwrap(function) for function in functions], dict[str, Any]()
-    while left:
-        function = left.pop()
-        home = HOME + function.__module__.removeprefix(ANALYSIS)
-        name = f"{home}.{function.__qualname__}"
-        if name in found:
+    pending, code_by_name = (
+        [inspect.unwrap(function) for function in functions],
+        dict[str, Any](),
+    )
+    while pending:
+        function = pending.pop()
+        module = HOME + function.__module__.removeprefix(ANALYSIS)
+        name = f"{module}.{function.__qualname__}"
+        if name in code_by_name:
             continue
-        found[name] = words_of(function)
+        code_by_name[name] = code_words(function)
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-            there = _meant(node, function)
-            if inspect.isfunction(there):
-                left += [there] if there.__module__.startswith(ANALYSIS) else []
-            elif isinstance(there, (str, int, float, tuple, re.Pattern)) or _plain(
-                there
-            ):
-                value = there.pattern if isinstance(there, re.Pattern) else there
-                found[f"{home}.{ast.unparse(node)}"] = repr(value)
-    return found
+            value = _resolve_name(node, function)
+            if inspect.isfunction(value):
+                if value.__module__.startswith(ANALYSIS):
+                    pending.append(value)
+            elif isinstance(value, re.Pattern):
+                code_by_name[f"{module}.{ast.unparse(node)}"] = repr(value.pattern)
+            elif isinstance(value, (str, int, float, tuple)) or _is_plain_table(value):
+                code_by_name[f"{module}.{ast.unparse(node)}"] = repr(value)
+    return code_by_name
 
 
-def _meant(node: ast.AST, function: Callable[..., Any]) -> Any:
+def _resolve_name(node: ast.AST, function: Callable[..., Any]) -> Any:
     """What a name in a function, or a name of a module there, stands for; without what is wrapped around functions."""
     name = node.value if isinstance(node, ast.Attribute) else node
     if not isinstance(name, ast.Name) or name.id in function.__code__.co_varnames:
         return None
-    there = function.__globals__.get(name.id)
+    value = function.__globals__.get(name.id)
     if isinstance(node, ast.Attribute):
-        there = getattr(there, node.attr, None) if inspect.ismodule(there) else None
-    return inspect.unwrap(there) if callable(there) else there
+        value = getattr(value, node.attr, None) if inspect.ismodule(value) else None
+    return inspect.unwrap(value) if callable(value) else value
 
 
-def _plain(there: Any) -> bool:
+def _is_plain_table(value: Any) -> bool:
     """Whether it is a table of words and numbers."""
-    return isinstance(there, dict) and all(
-        isinstance(value, (str, int, float)) for value in there.values()
+    return isinstance(value, dict) and all(
+        isinstance(entry, (str, int, float)) for entry in value.values()
     )
 
 
-def words_of(function: Callable[..., Any]) -> list[list[str]]:
+def code_words(function: Callable[..., Any]) -> list[list[str]]:
     """Return what a function is made of, the same on every Python: without comments and docstrings."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
@@ -108,26 +111,30 @@ def words_of(function: Callable[..., Any]) -> list[list[str]]:
     ]
 
 
-def renewed(claim: Claim, now: str) -> Claim:
-    """Return a claim with the fingerprint of its rule; dated ``now`` (ISO 8601, UTC) if that is not the one it had."""
-    found = fingerprint(claim)
-    return claim if found == claim.rule else replace(claim, since=now, rule=found)
+def update_date(claim: Claim, timestamp: str) -> Claim:
+    """Return a claim with its current fingerprint, dated ``timestamp`` (ISO 8601, UTC) if that changed."""
+    current = fingerprint(claim)
+    return (
+        claim
+        if current == claim.rule
+        else replace(claim, since=timestamp, rule=current)
+    )
 
 
 def main() -> None:
     """Rewrite the file, and say which lines have a new date."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    old = claims.claims()
-    new = [renewed(claim, now) for claim in old]
-    lines = pd.DataFrame(map(asdict, new))
+    timestamp = datetime.now(UTC).isoformat(timespec="seconds")
+    old_claims = claims.claims()
+    new_claims = [update_date(claim, timestamp) for claim in old_claims]
+    lines = pd.DataFrame(map(asdict, new_claims))
     lines["margin"] = [
         f"{margin:g}" if margin or test in ("more", "no_worse", "equal") else ""
         for margin, test in zip(lines["margin"], lines["test"], strict=True)
     ]
     write_csv(lines, paper_dir() / "claims.csv")
-    changed = [b.id for a, b in zip(old, new, strict=True) if a != b]
+    changed = [b.id for a, b in zip(old_claims, new_claims, strict=True) if a != b]
     print(
-        f"{len(changed)} of {len(new)} rules dated {now}: {', '.join(changed) or 'none has changed'}"
+        f"{len(changed)} of {len(new_claims)} rules dated {timestamp}: {', '.join(changed) or 'none has changed'}"
     )
 
 

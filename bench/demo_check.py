@@ -25,36 +25,36 @@ TABULATES = "NotebookTable("
 CLAIMS = "the paper says"
 
 
-def missing(book: Any, own_runs: bool) -> list[str]:
+def missing(notebook: Any, own_runs: bool) -> list[str]:
     """Return what a notebook promises and does not show, a line per cell.
 
     Args:
-        book: the notebook with its outputs.
+        notebook: the notebook with its outputs.
         own_runs: the notebook ran above smoke scale, so that its own runs have a figure and claims.
     """
     lines = []
-    for cell in book.cells:
+    for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        shown = [output.get("data", {}) for output in cell.outputs]
+        outputs = [output.get("data", {}) for output in cell.outputs]
         if any(output.output_type == "error" for output in cell.outputs):
             lines.append(f"{cell.id}: it ended in an error")
         if _last_line(cell).startswith(DRAWS) and not any(
-            PICTURE in data for data in shown
+            PICTURE in data for data in outputs
         ):
             lines.append(f"{cell.id}: no picture of {_last_line(cell)}")
         if (
             TABULATES in cell.source
             and TRAINS not in cell.source
-            and not any(TABLE in data for data in shown)
+            and not any(TABLE in data for data in outputs)
         ):
             lines.append(f"{cell.id}: no table of {_last_line(cell)}")
         if TRAINS in cell.source and own_runs:
-            if not any(PICTURE in data for data in shown):
+            if not any(PICTURE in data for data in outputs):
                 lines.append(f"{cell.id}: no picture of the runs that it made")
-            if not any(CLAIMS in data.get(TABLE, "") for data in shown):
+            if not any(CLAIMS in data.get(TABLE, "") for data in outputs):
                 lines.append(f"{cell.id}: no claims about the runs that it made")
-    sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     for words in (
         TRAINS,
         "figures.figure_",
@@ -90,17 +90,17 @@ def main() -> int:
         "--only", nargs="+", default=PAPER, choices=PAPER, help="numbers of notebooks"
     )
     parser.add_argument("--keep", type=Path, help="folder for the notebooks that ran")
-    given = parser.parse_args()
+    options = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.keep or Path(temporary)
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for number in given.only:
-            started = time.monotonic()
+        for number in options.only:
+            start = time.monotonic()
             lines = run(number, folder)
             failed += bool(lines)
-            words = "all is there" if not lines else "; ".join(lines)
-            print(f"{number}: {time.monotonic() - started:.0f} s, {words}", flush=True)
+            report = "all is there" if not lines else "; ".join(lines)
+            print(f"{number}: {time.monotonic() - start:.0f} s, {report}", flush=True)
     return int(failed > 0)
 
 

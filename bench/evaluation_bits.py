@@ -47,13 +47,15 @@ def qualities(name: str, trained: int, seed: int) -> dict[str, float]:
     task = load_task_class(spec)
     run = train(task, spec)
     model, data = run.model.eval(), task(spec, torch.device("cpu"))
-    found: dict[str, float] = {}
+    quality_by_bits: dict[str, float] = {}
     for bits in (*BITS, "float"):
         with precision(model, bits):
-            measured: dict[str, Any] = data.evaluate(model)["test"]
-        right, surprise = measured.get("accuracy"), measured.get("perplexity")
-        found[str(bits)] = -100 * math.log(surprise) if right is None else 100 * right
-    return found
+            metrics: dict[str, Any] = data.evaluate(model)["test"]
+        accuracy, perplexity = metrics.get("accuracy"), metrics.get("perplexity")
+        quality_by_bits[str(bits)] = (
+            -100 * math.log(perplexity) if accuracy is None else 100 * accuracy
+        )
+    return quality_by_bits
 
 
 def main() -> None:
@@ -73,12 +75,14 @@ def main() -> None:
                 )
                 print(rows[-1], flush=True)
     where = {**source(), "machine": machine(), "versions": versions()}
-    kept = {
+    content = {
         "command": "python -m bench.evaluation_bits",
         "rows": rows,
         "provenance": where,
     }
-    write_text(results_dir() / "evaluated_at.json", json.dumps(kept, indent=1) + "\n")
+    write_text(
+        results_dir() / "evaluated_at.json", json.dumps(content, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

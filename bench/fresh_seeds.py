@@ -18,33 +18,37 @@ from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_format import load_rows
 
 
-def complete(grid: str) -> list[ResultRow]:
+def complete_rows(grid: str) -> list[ResultRow]:
     """Return the rows of a grid with fresh seeds, or none where some are missing, or its data were others."""
     store = runs_dir() / "verdicts" / f"{grid}.jsonl"
     if not store.is_file():
         return []
-    known = {row["key"]: row for row in load_rows(store) if row["status"] != "failed"}
+    rows_by_key = {
+        row["key"]: row for row in load_rows(store) if row["status"] != "failed"
+    }
     keys = [spec.key for spec in fresh(grid)]
-    rows = [known[key] for key in keys if key in known]
+    rows = [rows_by_key[key] for key in keys if key in rows_by_key]
     checksums = {checksum for _, checksum in data_of(grid)}
-    whole = (
+    is_complete = (
         len(rows) == len(keys) and {row["data_checksum"] for row in rows} == checksums
     )
-    return rows if whole else []
+    return rows if is_complete else []
 
 
 def main() -> None:
     """Compare, print, write."""
-    path, kept = results_dir() / "fresh_seeds.json", dict[str, Any]()
-    before = (
+    path, effects_by_grid = results_dir() / "fresh_seeds.json", dict[str, Any]()
+    stored_effects = (
         json.loads(path.read_text(encoding="utf-8"))["grids"] if path.is_file() else {}
     )
     for grid in (name for study in studies("arms") for name in study.GRIDS):
-        if not (rows := complete(grid)):
-            kept |= {grid: before[grid]} if grid in before else {}
+        if not (rows := complete_rows(grid)):
+            effects_by_grid |= (
+                {grid: stored_effects[grid]} if grid in stored_effects else {}
+            )
             continue
-        found = replicated_effects(grid, rows)
-        print(grid, *found, sep="\n  ", flush=True)
+        effects = replicated_effects(grid, rows)
+        print(grid, *effects, sep="\n  ", flush=True)
         sources = {
             (row["provenance"]["commit"], row["provenance"]["dirty"]) for row in rows
         }
@@ -52,16 +56,19 @@ def main() -> None:
             raise ValueError(
                 f"{grid}: some of its rows are not those of a clean commit"
             )
-        kept[grid] = {
+        effects_by_grid[grid] = {
             "runs": len(rows),
             "commits": sorted(commit for commit, _ in sources),
             "data_checksum": sorted({row["data_checksum"] for row in rows}),
             "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
-            "effects": {one.now.what: list(one.now.values) for one in found},
+            "effects": {one.now.what: list(one.now.values) for one in effects},
         }
     write_text(
         path,
-        json.dumps({"command": "python -m bench.fresh_seeds", "grids": kept}, indent=1)
+        json.dumps(
+            {"command": "python -m bench.fresh_seeds", "grids": effects_by_grid},
+            indent=1,
+        )
         + "\n",
     )
 

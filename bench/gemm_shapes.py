@@ -69,7 +69,7 @@ def main() -> None:
         + "".join(f"{name:>16}" for name in PASSES)
         + "   MKL, forward"
     )
-    counted = []
+    table_ratios = []
     for name, (M, K, N) in SHAPES.items():
         x, weight, d_y = torch.randn(M, K), torch.randn(N, K), torch.randn(M, N)
         operands = {
@@ -79,12 +79,12 @@ def main() -> None:
         }
         libraries = {"onednn": uses_onednn, "mkl": torch.nn.functional.linear}
         variants = {
-            (way, lib): timed(f, *operands[way])
-            for way in PASSES
+            (gemm, lib): timed(f, *operands[gemm])
+            for gemm in PASSES
             for lib, f in libraries.items()
         }
         times = measure(variants, ROUNDS)
-        cells = [ratio(times[way, "onednn"], times[way, "mkl"]) for way in PASSES]
+        cells = [ratio(times[gemm, "onednn"], times[gemm, "mkl"]) for gemm in PASSES]
         rate = 2e-9 * M * K * N / min(times["forward", "mkl"])
         print(
             f"{name:<32}"
@@ -93,12 +93,12 @@ def main() -> None:
             flush=True,
         )
         if M * K * N >= gemm_backend.MIN_ONEDNN_MACS:
-            counted += [
+            table_ratios += [
                 statistics.median(times[w, "onednn"])
                 / statistics.median(times[w, "mkl"])
                 for w in PASSES
             ]
-    mean = math.exp(statistics.mean(map(math.log, counted)))
+    mean = math.exp(statistics.mean(map(math.log, table_ratios)))
     print(
         f"{processor()}: {mean:.2f},  # now {gemm_backend.ONEDNN_TIME_RATIOS.get(processor(), 'nothing')}"
     )

@@ -66,35 +66,37 @@ def running(builder: str, port: int) -> Iterator[list[str]]:
             f"JUPYTER_TOKEN={TOKEN}",
             NAME,
         ]
-        made = subprocess.run(
+        container = subprocess.run(
             [builder, *start], check=True, capture_output=True, text=True
         ).stdout.strip()
         try:
-            yield [builder, "exec", made]
+            yield [builder, "exec", container]
         finally:
-            subprocess.run([builder, "rm", "-f", made], capture_output=True)
+            subprocess.run([builder, "rm", "-f", container], capture_output=True)
         return
-    made = subprocess.run(
+    container = subprocess.run(
         [builder, "from", NAME], check=True, capture_output=True, text=True
     ).stdout.strip()
-    inside = [builder, "run", *ISOLATION, made, "--"]
-    said = json.loads(
+    command_prefix = [builder, "run", *ISOLATION, container, "--"]
+    inspection = json.loads(
         subprocess.run(
-            [builder, "inspect", made], check=True, capture_output=True
+            [builder, "inspect", container], check=True, capture_output=True
         ).stdout
     )
     command = [
         word if not word.startswith("--port") else f"--port={port}"
-        for word in said["OCIv1"]["config"]["Cmd"]
+        for word in inspection["OCIv1"]["config"]["Cmd"]
     ]
-    server = subprocess.Popen([*inside, "env", f"JUPYTER_TOKEN={TOKEN}", *command])
+    server = subprocess.Popen(
+        [*command_prefix, "env", f"JUPYTER_TOKEN={TOKEN}", *command]
+    )
     try:
-        yield inside
+        yield command_prefix
     finally:
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
             server.wait(30)
-        subprocess.run([builder, "rm", made], capture_output=True)
+        subprocess.run([builder, "rm", container], capture_output=True)
 
 
 def ask(port: int, path: str, patience: float = 120.0) -> dict:
@@ -131,15 +133,15 @@ print("image: DGL is for", "CUDA" if on_cuda else "the CPU alone: cpt_core.graph
 """
 
 
-def look_inside(inside: list[str]) -> None:
+def look_inside(command_prefix: list[str]) -> None:
     """Check what a GPU would need, and the machine as ``cpt doctor`` sees it."""
-    for what, words in (
+    for check, arguments in (
         ("what a GPU needs", ("-c", INSIDE)),
         ("cpt doctor", ("-m", "cpt_lab", "doctor")),
     ):
-        run = ["sh", "-c", 'cd /home/cpt/cpt && exec python "$@"', "sh", *words]
-        if subprocess.run([*inside, *run], stdin=subprocess.DEVNULL).returncode:
-            raise SystemExit(f"image: {what} fails inside")
+        run = ["sh", "-c", 'cd /home/cpt/cpt && exec python "$@"', "sh", *arguments]
+        if subprocess.run([*command_prefix, *run], stdin=subprocess.DEVNULL).returncode:
+            raise SystemExit(f"image: {check} fails inside")
 
 
 def main() -> None:
@@ -151,33 +153,35 @@ def main() -> None:
     parser.add_argument(
         "--base", help="BASE_IMAGE of the Dockerfile, where its own cannot be had"
     )
-    given = parser.parse_args()
-    builder = given.builder or next(filter(_works, BUILDERS), None)
+    options = parser.parse_args()
+    builder = options.builder or next(filter(_works, BUILDERS), None)
     if builder is None:
         raise SystemExit(
             f"image needs one of {', '.join(BUILDERS)}; docker needs its daemon, too"
         )
-    build(builder, given.base)
+    build(builder, options.base)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with running(builder, port) as inside:
-        listed = {
+    with running(builder, port) as command_prefix:
+        listed_notebooks = {
             entry["name"] for entry in ask(port, "/api/contents/notebooks")["content"]
         }
-        wanted = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
-        if not wanted <= listed:
+        committed_notebooks = {
+            path.name for path in (ROOT / "notebooks").glob("*.ipynb")
+        }
+        if not committed_notebooks <= listed_notebooks:
             raise SystemExit(
-                f"image: JupyterLab does not list {', '.join(sorted(wanted - listed))}"
+                f"image: JupyterLab does not list {', '.join(sorted(committed_notebooks - listed_notebooks))}"
             )
-        print(f"image: JupyterLab lists {len(wanted)} notebooks")
-        look_inside(inside)
+        print(f"image: JupyterLab lists {len(committed_notebooks)} notebooks")
+        look_inside(command_prefix)
         run = [
             "sh",
             "-c",
             "cd /home/cpt/cpt && python -m cpt_lab reproduce --notebook 00 --scale smoke",
         ]
-        if subprocess.run([*inside, *run], stdin=subprocess.DEVNULL).returncode:
+        if subprocess.run([*command_prefix, *run], stdin=subprocess.DEVNULL).returncode:
             raise SystemExit("image: notebook 00 does not run inside")
     print("image: notebook 00 ran inside; all checks passed")
 

@@ -63,11 +63,11 @@ def holder(lock: Path) -> int | None:
         inode = lock.stat().st_ino
     except OSError:
         return None
-    found = re.search(
+    match = re.search(
         rf"FLOCK\s+ADVISORY\s+WRITE (\d+) \w+:\w+:{inode} ",
         Path("/proc/locks").read_text(encoding="utf-8"),
     )
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def claims(store: Path) -> list[Path]:
@@ -95,8 +95,8 @@ def strike(
                 if kind == "writer"
                 else claims(store)
             )
-            held = [pid for pid in map(holder, locks) if pid is not None]
-            pid = rng.choice(held) if held else sweep.pid
+            holders = [pid for pid in map(holder, locks) if pid is not None]
+            pid = rng.choice(holders) if holders else sweep.pid
             if pid != sweep.pid:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -107,9 +107,9 @@ def strike(
     return True
 
 
-def facts(store: Path) -> dict[str, tuple[str, str]]:
+def row_numbers(store: Path) -> dict[str, tuple[str, str]]:
     """What must not depend on what happened: the numbers of every row and of its curve."""
-    out = {}
+    facts_by_key = {}
     for row in stores.load_rows(store):
         numbers = {
             name: row.get(name)
@@ -122,11 +122,11 @@ def facts(store: Path) -> dict[str, tuple[str, str]]:
                 "data_checksum",
             )
         }
-        out[row["key"]] = (
+        facts_by_key[row["key"]] = (
             json.dumps(numbers, sort_keys=True),
             stores.load_curve(store, row["key"]).to_json(),
         )
-    return out
+    return facts_by_key
 
 
 def torture(
@@ -135,7 +135,7 @@ def torture(
     *,
     seeds: tuple[int, ...] = (0, 1),
     steps: int = 190,
-    say=print,
+    report=print,
 ) -> Counter[str]:
     """Kill ``kills`` times, over as many sweeps as it takes, and raise AssertionError when anything is lost.
 
@@ -143,9 +143,9 @@ def torture(
         How often each kind of kill was done, and "resumed": runs that went on from a checkpoint.
     """
     rng = random.Random(seed)
-    done: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         specs = designs.quality_cost("smoke", seeds=seeds, steps=steps)
         (folder / "specs.json").write_text(
             json.dumps([spec.to_dict() for spec in specs])
@@ -153,9 +153,9 @@ def torture(
         began = time.monotonic()
         run_grid(specs, folder / "calm" / "rows.jsonl", workers=0)
         span = time.monotonic() - began
-        expected = facts(folder / "calm" / "rows.jsonl")
+        expected = row_numbers(folder / "calm" / "rows.jsonl")
         assert len(expected) == len(specs)
-        say(f"undisturbed: {len(specs)} runs in {span:.1f} s")
+        report(f"undisturbed: {len(specs)} runs in {span:.1f} s")
         round_, struck = 0, 0
         while struck < kills:
             round_ += 1
@@ -167,7 +167,7 @@ def torture(
                     kind = KINDS[struck % len(KINDS)]
                     if sweep.poll() is None and strike(kind, sweep, store, rng):
                         struck += 1
-                        done[kind] += 1
+                        counts[kind] += 1
                 if (
                     struck >= kills
                     or sweep.poll() is not None
@@ -175,10 +175,13 @@ def torture(
                 ):
                     status = sweep.wait()
                     if status == 0:
-                        held = {
+                        status_by_key = {
                             row["key"]: row["status"] for row in stores.load_rows(store)
                         }
-                        if len(held) == len(specs) and "failed" not in held.values():
+                        if (
+                            len(status_by_key) == len(specs)
+                            and "failed" not in status_by_key.values()
+                        ):
                             break
                     sweep = start(folder / "specs.json", store)
             lines = [json.loads(line) for line in store.read_text().splitlines()]
@@ -189,19 +192,19 @@ def torture(
             assert set(finished.values()) == {1}, (
                 f"a run was done twice: {finished.most_common(3)}"
             )
-            assert facts(store) == expected, "a resumed run differs"
-            left = [p.name for p in (store.parent / "rows.checkpoints").glob("*")]
-            assert not left, left
+            assert row_numbers(store) == expected, "a resumed run differs"
+            leftovers = [p.name for p in (store.parent / "rows.checkpoints").glob("*")]
+            assert not leftovers, leftovers
             assert {
                 p.stem: (p.stat().st_size, holder(p)) for p in claims(store)
             } == dict.fromkeys(expected, (0, None))
             for log in (store.parent / "rows.logs").glob("*.log"):
-                done["resumed"] += log.read_text().count("goes on from step")
-            done["failed rows"] += sum(line["status"] == "failed" for line in lines)
-            say(
-                f"round {round_}: {struck} kills so far, all {len(specs)} rows there once and the same; {dict(done)}"
+                counts["resumed"] += log.read_text().count("goes on from step")
+            counts["failed rows"] += sum(line["status"] == "failed" for line in lines)
+            report(
+                f"round {round_}: {struck} kills so far, all {len(specs)} rows there once and the same; {dict(counts)}"
             )
-    return done
+    return counts
 
 
 def main() -> None:
@@ -211,11 +214,11 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     began = time.monotonic()
-    done = torture(given.kills, given.seed)
+    counts = torture(options.kills, options.seed)
     print(
-        f"{given.kills} kills in {time.monotonic() - began:.0f} s: {dict(done)}; nothing lost, nothing twice"
+        f"{options.kills} kills in {time.monotonic() - began:.0f} s: {dict(counts)}; nothing lost, nothing twice"
     )
 
 

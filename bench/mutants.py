@@ -58,22 +58,22 @@ class Mutant:
 
     Attributes:
         file: from the top of the checkout, such as "cpt_core/validation.py".
-        what: goes wrong, in words.
+        description: what goes wrong, in words.
         before: a text that is in the file exactly once.
         after: what stands there instead.
         tests: below ``tests``, files or single tests, of which at least one must turn red.
-        made: by a machine; then it is noticed as well where tests cannot run or do not end.
+        is_generated: by a machine; then it is noticed as well where tests cannot run or do not end.
     """
 
     file: str
-    what: str
+    description: str
     before: str
     after: str
     tests: tuple[str, ...]
-    made: bool = False
+    is_generated: bool = False
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
+        return f"{self.file}: {self.description}"
 
     def difference(self) -> str:
         """Return the lines that are changed, as a patch has them."""
@@ -81,7 +81,7 @@ class Mutant:
         return "\n".join(line for line in lines if line[0] in "+-")
 
 
-def table(path: Path = TABLE) -> list[Mutant]:
+def read_mutants(path: Path = TABLE) -> list[Mutant]:
     """Return the mutants of a file of TOML: a table per file of the package, a line per mutant."""
     files = tomllib.loads(path.read_text(encoding="utf-8"))
     return [
@@ -91,23 +91,24 @@ def table(path: Path = TABLE) -> list[Mutant]:
     ]
 
 
-def made(ref: str, root: Path = ROOT) -> list[Mutant]:
+def make_mutants(ref: str, root: Path = ROOT) -> list[Mutant]:
     """Return the mutants that a machine makes from the lines that a commit does not have."""
     texts = {
         p.relative_to(root / "tests").as_posix(): p.read_text("utf-8")
         for p in root.glob("tests/**/test_*.py")
     }
-    found = []
+    mutants = []
     for file, lines in changed_lines(ref, root).items():
-        tests = nearest(file, dict(sorted(texts.items())))
+        tests = nearest_tests(file, dict(sorted(texts.items())))
         source = (root / file).read_text(encoding="utf-8")
-        found += [
-            Mutant(file, *change, tests, made=True) for change in changes(source, lines)
+        mutants += [
+            Mutant(file, *change, tests, is_generated=True)
+            for change in changes(source, lines)
         ]
-    return found
+    return mutants
 
 
-def nearest(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
+def nearest_tests(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
     """Return the tests that stand nearest to a file of the package, at most ``NEAREST`` of the ``texts`` by file.
 
     First those that the list has for it, then those of its room that bear its name, and those that import it; where
@@ -117,23 +118,33 @@ def nearest(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
     imports = re.compile(
         rf"{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{name}\b"
     )
-    listed = [
+    listed_tests = [
         test.partition("::")[0]
-        for mutant in table()
+        for mutant in read_mutants()
         if mutant.file == file
         for test in mutant.tests
     ]
-    room = [test for test in texts if Path(test).parent.name == Path(file).parent.name]
-    named = [test for test in room if name in Path(test).stem]
-    importing = [test for test in [*room, *texts] if imports.search(texts[test])]
-    found = (
-        dict.fromkeys([*(test for test in listed if test in texts), *named, *importing])
-        or room
+    package_tests = [
+        test for test in texts if Path(test).parent.name == Path(file).parent.name
+    ]
+    named_tests = [test for test in package_tests if name in Path(test).stem]
+    importing_tests = [
+        test for test in [*package_tests, *texts] if imports.search(texts[test])
+    ]
+    candidates = (
+        dict.fromkeys(
+            [
+                *(test for test in listed_tests if test in texts),
+                *named_tests,
+                *importing_tests,
+            ]
+        )
+        or package_tests
     )
-    return tuple(found)[:NEAREST]
+    return tuple(candidates)[:NEAREST]
 
 
-def problem(mutant: Mutant, root: Path = ROOT) -> str:
+def find_problem(mutant: Mutant, root: Path = ROOT) -> str:
     """Return why a mutant cannot be tried, or ""."""
     path = root / mutant.file
     if not path.is_file():
@@ -190,7 +201,7 @@ def run(
             "1"  # seconds a start, and no test here needs one
         )
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [*command, *(f"tests/{test}" for test in tests)],
                 cwd=copy,
                 env=environment,
@@ -201,44 +212,46 @@ def run(
             )
         except subprocess.TimeoutExpired:
             return -1, f"no end after {SECONDS} s"
-        return done.returncode, done.stdout
+        return process.returncode, process.stdout
 
 
-def tried(mutant: Mutant, root: Path = ROOT) -> str:
+def try_mutant(mutant: Mutant, root: Path = ROOT) -> str:
     """Return "killed by" and the test that noticed, or what else became of a mutant."""
-    if why := problem(mutant, root):
-        return f"STALE: {why}"
-    status, said = run(mutant.tests, mutant, root)
+    if reason := find_problem(mutant, root):
+        return f"STALE: {reason}"
+    status, output = run(mutant.tests, mutant, root)
     if status == RED:
-        return "killed by " + ", ".join(re.findall(r"^FAILED tests/(\S+)", said, re.M))
-    if mutant.made and status != GREEN:
+        return "killed by " + ", ".join(
+            re.findall(r"^FAILED tests/(\S+)", output, re.M)
+        )
+    if mutant.is_generated and status != GREEN:
         return "killed, its tests do not run"
     return (
         "SURVIVED"
         if status == GREEN
-        else f"NOT TRIED, its tests did not run:\n{said[-2000:]}"
+        else f"NOT TRIED, its tests did not run:\n{output[-2000:]}"
     )
 
 
-def canary(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
+def try_all(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
     """Try all mutants, print a line for each, and return whether every one was killed by tests that are green else."""
-    named = sorted({test for mutant in mutants for test in mutant.tests})
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
     with ThreadPoolExecutor(jobs) as pool:
-        sound = pool.submit(run, named, None, root)
-        good = []
-        for mutant, said in zip(
-            mutants, pool.map(lambda m: tried(m, root), mutants), strict=True
+        unmutated = pool.submit(run, tests, None, root)
+        killed = []
+        for mutant, verdict in zip(
+            mutants, pool.map(lambda m: try_mutant(m, root), mutants), strict=True
         ):
-            good.append(said.startswith("killed"))
+            killed.append(verdict.startswith("killed"))
             print(
-                f"{mutant}: {said}"
-                + (f"\n{mutant.difference()}" if said == "SURVIVED" else ""),
+                f"{mutant}: {verdict}"
+                + (f"\n{mutant.difference()}" if verdict == "SURVIVED" else ""),
                 flush=True,
             )
-        status, said = sound.result()
+        status, verdict = unmutated.result()
     if status != GREEN:
-        print(f"the tests are not green without a mutant either:\n{said[-2000:]}")
-    return status == GREEN and all(good)
+        print(f"the tests are not green without a mutant either:\n{verdict[-2000:]}")
+    return status == GREEN and all(killed)
 
 
 def main() -> None:
@@ -264,31 +277,33 @@ def main() -> None:
     )
     parser.add_argument("--most", type=int, default=40, help="made ones at most (40)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw among more")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        listed = made(given.changed) if given.changed else table()
+        mutants = make_mutants(options.changed) if options.changed else read_mutants()
     except ValueError as error:
         sys.exit(str(error))
-    chosen = [
+    selected = [
         m
-        for m in listed
-        if not given.only or any(word in str(m) for word in given.only)
+        for m in mutants
+        if not options.only or any(word in str(m) for word in options.only)
     ]
-    if not chosen and given.changed:
-        sys.exit(f"nothing to change in the lines that {given.changed} does not have")
-    if not chosen:
-        sys.exit(f"no mutant has {' or '.join(given.only)} in its file or description")
-    if given.changed and given.most < len(chosen):
-        print(
-            f"{given.most} of {len(chosen)}, drawn with seed {given.seed}", flush=True
+    if not selected and options.changed:
+        sys.exit(f"nothing to change in the lines that {options.changed} does not have")
+    if not selected:
+        sys.exit(
+            f"no mutant has {' or '.join(options.only)} in its file or description"
         )
-        chosen = random.Random(given.seed).sample(chosen, given.most)
+    if options.changed and options.most < len(selected):
+        print(
+            f"{options.most} of {len(selected)}, drawn with seed {options.seed}",
+            flush=True,
+        )
+        selected = random.Random(options.seed).sample(selected, options.most)
     began = time.monotonic()
-    alive = canary(chosen, given.jobs)
-    print(
-        f"{len(chosen)} mutants in {time.monotonic() - began:.0f} s: {'all killed' if alive else 'NOT ALL KILLED'}"
-    )
-    sys.exit(not alive)
+    all_killed = try_all(selected, options.jobs)
+    outcome = "all killed" if all_killed else "NOT ALL KILLED"
+    print(f"{len(selected)} mutants in {time.monotonic() - began:.0f} s: {outcome}")
+    sys.exit(not all_killed)
 
 
 if __name__ == "__main__":

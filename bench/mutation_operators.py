@@ -5,7 +5,7 @@ maximum is a minimum, an argument is left out, a call is not made, a function re
 patterns and what is raised stay.
 
 >>> for change in changes("def least(a, b):\\n    return a < b and max(a, 1)\\n", {2}):
-...     print(change.what)
+...     print(change.description)
 line 2: `return a < b and max(a, 1)` becomes `return`
 line 2: `a < b and max(a, 1)` becomes `a < b or max(a, 1)`
 line 2: `a < b` becomes `a <= b`
@@ -25,7 +25,7 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
-COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+SWAPPED_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
@@ -37,7 +37,7 @@ COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
-COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
+SWAPPED_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.Div,
@@ -45,7 +45,7 @@ COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Div,
     ast.Mod: ast.Mult,
 }
-CALLED = {
+SWAPPED_CALLS = {
     "min": "max",
     "max": "min",
     "any": "all",
@@ -53,19 +53,24 @@ CALLED = {
     "floor": "ceil",
     "ceil": "floor",
 }
-LEFT_ALONE = {"annotation", "returns", "decorator_list", "pattern"}  # fields of nodes
+SKIPPED_FIELDS = {
+    "annotation",
+    "returns",
+    "decorator_list",
+    "pattern",
+}  # fields of nodes
 
 
 class Change(NamedTuple):
     """A wrong change.
 
     Attributes:
-        what: the line, what stands there, and what instead, in one line.
+        description: the line, what stands there, and what instead, in one line.
         before: the changed lines, with as many around them as make them unlike all others of the file.
         after: what stands there instead.
     """
 
-    what: str
+    description: str
     before: str
     after: str
 
@@ -80,17 +85,17 @@ def changed_lines(
     Raises:
         ValueError: for what is no commit.
     """
-    found: dict[str, set[int]] = {}
-    plain = (
+    lines_by_file: dict[str, set[int]] = {}
+    options = (
         "--unified=0",
         "--no-renames",
         "--no-ext-diff",
         "--no-color",
         "--dst-prefix=b/",
     )
-    for line in _git(root, "diff", *plain, ref, "--", *folders).splitlines():
-        if named := re.match(r"\+\+\+ b/(.*\.py)$", line):
-            lines = found.setdefault(named[1], set())
+    for line in _git(root, "diff", *options, ref, "--", *folders).splitlines():
+        if header := re.match(r"\+\+\+ b/(.*\.py)$", line):
+            lines = lines_by_file.setdefault(header[1], set())
         elif line.startswith("+++ "):  # another file, or one that is gone
             lines = set()
         elif hunk := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
@@ -103,25 +108,27 @@ def changed_lines(
         "--",
         *(f"{f}/*.py" for f in folders),
     ).splitlines():
-        found[name] = set(
+        lines_by_file[name] = set(
             range(1, (root / name).read_text(encoding="utf-8").count("\n") + 2)
         )
-    return {name: lines for name, lines in found.items() if lines}
+    return {name: lines for name, lines in lines_by_file.items() if lines}
 
 
 def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=root, text=True, capture_output=True)
-    if done.returncode:
-        raise ValueError(f"git {' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout
+    process = subprocess.run(["git", *words], cwd=root, text=True, capture_output=True)
+    if process.returncode:
+        raise ValueError(f"git {' '.join(words)}: {process.stderr.strip()}")
+    return process.stdout
 
 
 def changes(source: str, lines: Collection[int]) -> list[Change]:
     """Return the wrong changes of these lines of a source, those of a node after those of what it is in."""
-    wrong = (pair for node in _nodes(ast.parse(source)) for pair in _wrong(node))
+    mutations = (
+        pair for node in _nodes(ast.parse(source)) for pair in _mutations(node)
+    )
     return [
         _change(source, old, new)
-        for old, new in wrong
+        for old, new in mutations
         if not lines_of(old).isdisjoint(lines)
     ]
 
@@ -137,25 +144,32 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and name not in LEFT_ALONE:
+            if isinstance(child, ast.AST) and name not in SKIPPED_FIELDS:
                 yield from _nodes(child)
 
 
-def _wrong(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.stmt]]:
+def _mutations(
+    node: ast.AST,
+) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.stmt]]:
     """Yield a node, or a part of it, with what may stand there instead."""
     match node:
         case ast.Compare(ops=ops):
             for i, op in enumerate(ops):
                 yield (
                     node,
-                    _with(node, ops=[*ops[:i], COMPARED[type(op)](), *ops[i + 1 :]]),
+                    _replace_fields(
+                        node,
+                        ops=[*ops[:i], SWAPPED_COMPARISONS[type(op)](), *ops[i + 1 :]],
+                    ),
                 )
-        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in COMPUTED:
-            yield node, _with(node, op=COMPUTED[type(op)]())
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in SWAPPED_OPERATORS:
+            yield node, _replace_fields(node, op=SWAPPED_OPERATORS[type(op)]())
         case ast.BoolOp(op=op):
             yield (
                 node,
-                _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And()),
+                _replace_fields(
+                    node, op=ast.Or() if isinstance(op, ast.And) else ast.And()
+                ),
             )
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield node, operand
@@ -165,13 +179,26 @@ def _wrong(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.
             yield node, ast.Constant(value + 1)
         case ast.Call(func=func, keywords=keywords):
             match func:
-                case ast.Name(id=name) if name in CALLED:
-                    yield node, _with(node, func=ast.Name(CALLED[name]))
-                case ast.Attribute(attr=name) if name in CALLED:
-                    yield node, _with(node, func=_with(func, attr=CALLED[name]))
+                case ast.Name(id=name) if name in SWAPPED_CALLS:
+                    yield (
+                        node,
+                        _replace_fields(node, func=ast.Name(SWAPPED_CALLS[name])),
+                    )
+                case ast.Attribute(attr=name) if name in SWAPPED_CALLS:
+                    yield (
+                        node,
+                        _replace_fields(
+                            node, func=_replace_fields(func, attr=SWAPPED_CALLS[name])
+                        ),
+                    )
             for i, keyword in enumerate(keywords):
                 if keyword.arg is not None:
-                    yield node, _with(node, keywords=keywords[:i] + keywords[i + 1 :])
+                    yield (
+                        node,
+                        _replace_fields(
+                            node, keywords=keywords[:i] + keywords[i + 1 :]
+                        ),
+                    )
         case ast.Return(value=ast.expr() as value) if not (
             isinstance(value, ast.Constant) and value.value is None
         ):
@@ -179,24 +206,24 @@ def _wrong(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.
         case ast.Expr(value=ast.Call()):
             yield node, ast.Pass()
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-            yield from _turned(test)
+            yield from _negations(test)
         case ast.comprehension(ifs=tests):
             for test in tests:
-                yield from _turned(test)
+                yield from _negations(test)
 
 
-def _turned(test: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _negations(test: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield a condition and its opposite, unless it is of a kind that is changed in its own way."""
     if not isinstance(test, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant)):
         yield test, ast.UnaryOp(ast.Not(), test)
 
 
-def _with(node: Any, **fields: Any) -> Any:
+def _replace_fields(node: Any, **fields: Any) -> Any:
     """Return a node with other fields."""
-    other = copy.copy(node)
+    changed = copy.copy(node)
     for name, value in fields.items():
-        setattr(other, name, value)
-    return other
+        setattr(changed, name, value)
+    return changed
 
 
 def _change(source: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> Change:
@@ -218,7 +245,9 @@ def _change(source: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> 
     ):
         start, stop = (start - 1, stop) if start else (0, stop + 1)
     after = b"".join([*lines[start:first], changed, *lines[last:stop]]).decode()
-    was, becomes = (
+    old_text, new_text = (
         shorten(ast.unparse(node), 80, placeholder=" ...") for node in (old, new)
     )
-    return Change(f"line {old.lineno}: `{was}` becomes `{becomes}`", before, after)
+    return Change(
+        f"line {old.lineno}: `{old_text}` becomes `{new_text}`", before, after
+    )

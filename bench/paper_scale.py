@@ -24,43 +24,43 @@ from cpt_lab.sweeps.forecast import CURVE_BYTES, RUN_BYTES
 from cpt_lab.sweeps.step_timing import cached_timing
 
 OPERATIONS = 6  # of a training step, for every MAC of a forward pass
-OF_A_ROW = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()
+COLUMNS = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()
 
 
-def counted() -> pd.DataFrame:
+def count_grids() -> pd.DataFrame:
     """Return a line per grid of the paper: its runs, the steps of one, the MACs of a forward pass, what is stored."""
-    lines, seen = [], set[str]()
+    rows, counted_keys = [], set[str]()
     for name, grid in find_grids(None).items():
         if "paper" not in grid.scales:
             continue
         specs = [
-            spec for spec in grid.make("paper") if spec.key not in seen
+            spec for spec in grid.make("paper") if spec.key not in counted_keys
         ]  # a run of two grids counts in the first
         if not specs:
             continue
-        seen |= {spec.key for spec in specs}
-        found = cached_timing(specs[0])
-        if found is None:
+        counted_keys |= {spec.key for spec in specs}
+        timing = cached_timing(specs[0])
+        if timing is None:
             raise SystemExit(
                 f"{name} was never measured here; first: cpt plan --measure --scale paper"
             )
         steps = [spec.recipe.steps for spec in specs]
-        stored = sum(CURVE_BYTES * n + RUN_BYTES for n in steps) / 1e6
+        store_mb = sum(CURVE_BYTES * n + RUN_BYTES for n in steps) / 1e6
         values = (
             name,
             grid.artefact,
             len(specs),
             sum(steps) / len(steps),
-            found.macs / 1e9,
-            stored,
+            timing.macs / 1e9,
+            store_mb,
         )
-        lines.append(
-            dict(zip(OF_A_ROW, (*values, 2 * found.checkpoint / 1e6), strict=True))
+        rows.append(
+            dict(zip(COLUMNS, (*values, 2 * timing.checkpoint / 1e6), strict=True))
         )
-    return pd.DataFrame(lines, columns=OF_A_ROW)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def priced(frame: pd.DataFrame, tflops: float, price: float) -> pd.DataFrame:
+def add_prices(frame: pd.DataFrame, tflops: float, price: float) -> pd.DataFrame:
     """Return GPU hours and money at a speed in 10^12 operations a second and a price of an hour."""
     operations = OPERATIONS * frame.gigamacs * 1e9 * frame.steps * frame.runs
     hours = operations / (tflops * 1e12) / 3600
@@ -81,15 +81,15 @@ def main() -> None:
     parser.add_argument(
         "--price", type=float, default=2.0, help="of an hour of this GPU"
     )
-    given = parser.parse_args()
-    frame = counted()
-    kept_ = {
+    options = parser.parse_args()
+    frame = count_grids()
+    content = {
         "command": "python -m bench.paper_scale",
         "rows": frame.to_dict("records"),
         "provenance": source(),
     }
-    write_text(results_dir() / "paper_scale.json", json.dumps(kept_, indent=1) + "\n")
-    table = priced(frame, given.tflops, given.price)
+    write_text(results_dir() / "paper_scale.json", json.dumps(content, indent=1) + "\n")
+    table = add_prices(frame, options.tflops, options.price)
     print(table.round(1).to_string(index=False))
     print(
         table[["runs", "store_mb", "exaops", "hours", "money"]]

@@ -53,7 +53,7 @@ RUNS = (
     ("entailment_bert", "static 8"),
     ("detection_retinanet", "CR"),
 )
-MEANT = "if this change is meant, raise NUMERICS in cpt_core/numerics.py and run `python -m bench.pinned_losses`"
+HINT = "if this change is meant, raise NUMERICS in cpt_core/numerics.py and run `python -m bench.pinned_losses`"
 
 
 class Pinned(NamedTuple):
@@ -134,7 +134,7 @@ def pin_roundings() -> dict[str, str]:
     count = torch.arange(3 * 40 * 14, dtype=torch.int64)
     x = ((count * 40_503) % 65_536 - 30_000).float().view(3, 40, 14) / 4096
     key = torch.tensor(1_234_567_890_123, dtype=torch.int64)
-    found = {}
+    digests = {}
     for granularity in RANGE_FUNCTIONS:
         for zero in ("", ZERO_POINT):
             for bits in (2, 5, 8):
@@ -143,10 +143,10 @@ def pin_roundings() -> dict[str, str]:
                     rounded = operators.active.fake_quantize(
                         x, steps, granularity + zero, noise_key
                     )[0]
-                    found[f"{granularity}{zero}, {bits} bits, {rounding}"] = _digest(
+                    digests[f"{granularity}{zero}, {bits} bits, {rounding}"] = _digest(
                         _bytes(rounded)
                     )
-    return found
+    return digests
 
 
 def _bytes(x: Tensor) -> bytes:
@@ -158,13 +158,13 @@ def _digest(text: bytes) -> str:
 
 
 def find_changes(
-    found: Pinned, stored: dict[str, Any], same_machine: bool
+    pinned: Pinned, stored: dict[str, Any], same_machine: bool
 ) -> list[str]:
     """Return what is not as it was stored: noise keys and first losses, on the same machine all losses."""
     changes = []
-    if found.noise_keys != stored["noise_keys"]:
+    if pinned.noise_keys != stored["noise_keys"]:
         changes.append("the noise keys of its layers changed")
-    pairs = list(zip(found.losses, stored["losses"], strict=True))
+    pairs = list(zip(pinned.losses, stored["losses"], strict=True))
     if same_machine:
         changes += [
             f"loss {i} is {now!r}, it was {was!r}"
@@ -180,12 +180,12 @@ def find_changes(
 
 def describe_machine() -> dict[str, Any]:
     """Return what must agree for losses to be equal bit for bit."""
-    found = {
+    processor = {
         name: value
         for name, value in machine().items()
         if name not in ("threads", "switches")
     }
-    return {**found, **{name: version(name) for name in LIBRARIES}}
+    return {**processor, **{name: version(name) for name in LIBRARIES}}
 
 
 @contextmanager
@@ -215,24 +215,24 @@ def main() -> int:
             f"{name} {arm}": pin_run(tiny_spec(name, arm))._asdict()
             for name, arm in RUNS
         }
-        found = {
+        content = {
             "numerics": NUMERICS,
             "machine": describe_machine(),
             "roundings": pin_roundings(),
             "runs": runs,
         }
     if FILE.exists():
-        before = json.loads(FILE.read_text(encoding="utf-8"))
+        stored = json.loads(FILE.read_text(encoding="utf-8"))
         if (
-            before["numerics"] == NUMERICS
-            and before["machine"] == found["machine"]
-            and before != found
+            stored["numerics"] == NUMERICS
+            and stored["machine"] == content["machine"]
+            and stored != content
         ):
             print(
                 f"the numbers changed, and NUMERICS is still {NUMERICS}: raise it in cpt_core/numerics.py first"
             )
             return 1
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"written to {FILE}")
     return 0
 

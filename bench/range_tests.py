@@ -53,27 +53,29 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
     path = results_dir() / "range_tests.json"
-    held = json.loads(path.read_text())["tests"] if path.exists() else {}
+    results = json.loads(path.read_text())["tests"] if path.exists() else {}
     for task, dataset, model, dwell, bits, seeds in TESTS:
         name = f"{dataset}{'' if dataset.endswith('/') else '/'}{model}"
         if only not in name:
             continue
-        r = recipe("demo", dataset, model, task=task)
-        started = time.monotonic()
-        found = recipe_range_test(r, bits=bits, dwell=dwell, seeds=range(seeds))
-        print(f"{name}\n{found}\n", flush=True)
-        held[name] = {
+        test_recipe = recipe("demo", dataset, model, task=task)
+        start = time.monotonic()
+        result = recipe_range_test(
+            test_recipe, bits=bits, dwell=dwell, seeds=range(seeds)
+        )
+        print(f"{name}\n{result}\n", flush=True)
+        results[name] = {
             "task": task,
-            "recipe_q_min": r.q_min,
+            "recipe_q_min": test_recipe.q_min,
             "paper_q_min": PAPER[task],
-            **found.to_dict(),
-            "seconds": round(time.monotonic() - started, 1),
+            **result.to_dict(),
+            "seconds": round(time.monotonic() - start, 1),
             "torch": torch.__version__,
             **commit(),
         }
         path.write_text(
             json.dumps(
-                {"command": "python -m bench.range_tests", "tests": held}, indent=1
+                {"command": "python -m bench.range_tests", "tests": results}, indent=1
             )
             + "\n"
         )

@@ -52,8 +52,12 @@ def main() -> int:
         "--checkout", type=Path, default=ROOT, help="tree of the release"
     )
     parser.add_argument("--name", help="of the folder; the release by default")
-    given = parser.parse_args()
-    print(record(given.release, given.name or given.release, given.checkout.resolve()))
+    options = parser.parse_args()
+    print(
+        record(
+            options.release, options.name or options.release, options.checkout.resolve()
+        )
+    )
     return 0
 
 

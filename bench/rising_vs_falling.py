@@ -48,7 +48,7 @@ RECIPES: dict[str, Recipe] = {
 } | {"Penn Treebank, small": CASES["ptb"].recipe}
 
 
-def ordered(order: str, high: int, steps: int) -> TableSchedule:
+def order_bits(order: str, high: int, steps: int) -> TableSchedule:
     """Return ``high`` steps of ``HIGH`` bits among ``steps``, in an order."""
     if order == "even":
         highs = [(t + 1) * high // steps > t * high // steps for t in range(steps)]
@@ -76,12 +76,12 @@ def arms(recipe: Recipe) -> dict[str, Schedule]:
         q: relative_cost([q], Q_MAX, q_grad=GRADIENTS)
         for q in (LOW, STATIC, HIGH, OUTPUT)
     }
-    left = (
+    budget_of_rest = (
         sum(macs.values()) * cost[STATIC] - sum(output.values()) * cost[OUTPUT]
     ) / sum(rest.values())
-    high = round(recipe.steps * (left - cost[LOW]) / (cost[HIGH] - cost[LOW]))
-    found: dict[str, Schedule] = {
-        order: ordered(order, high, recipe.steps) for order in ORDERS
+    high = round(recipe.steps * (budget_of_rest - cost[LOW]) / (cost[HIGH] - cost[LOW]))
+    schedules: dict[str, Schedule] = {
+        order: order_bits(order, high, recipe.steps) for order in ORDERS
     }
     if output:
         fixed = (
@@ -92,21 +92,25 @@ def arms(recipe: Recipe) -> dict[str, Schedule]:
         names = tuple(
             dict.fromkeys(name.split()[0] for name in rest)
         )  # the gates of an LSTM run at its bits
-        found = {
+        schedules = {
             o: LayeredSchedule((fixed, (names, s, sum(rest.values()))))
-            for o, s in found.items()
+            for o, s in schedules.items()
         }
-    return {"static": static, **found}
+    return {"static": static, **schedules}
 
 
 def quality(spec: RunSpec) -> float:
     """Train, and return -100 times the logarithm of the test perplexity at 8 bits: a difference of 1 is a percent."""
     run = train(load_task_class(spec), spec)
-    found: list[dict[str, Any]] = [m for m in run.metrics if m["split"] == "test"]
-    surprise = (
-        found[-1]["value"] if run.status == "ok" else OUTPUTS[spec.recipe.dataset]
+    test_metrics: list[dict[str, Any]] = [
+        m for m in run.metrics if m["split"] == "test"
+    ]
+    perplexity = (
+        test_metrics[-1]["value"]
+        if run.status == "ok"
+        else OUTPUTS[spec.recipe.dataset]
     )
-    return -100 * math.log(surprise)
+    return -100 * math.log(perplexity)
 
 
 def main() -> None:
@@ -115,10 +119,10 @@ def main() -> None:
     path = results_dir() / "order_of_bits.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     where = {**source(), "machine": machine(), "versions": versions()}
-    made = {name: arms(recipe) for name, recipe in RECIPES.items()}
+    schedules_by_task = {name: arms(recipe) for name, recipe in RECIPES.items()}
     for seed in [s for s in SEEDS if s not in {row["seed"] for row in rows}]:
         for name, recipe in RECIPES.items():
-            for arm, schedule in made[name].items():
+            for arm, schedule in schedules_by_task[name].items():
                 spec = RunSpec(recipe, schedule, Q_MAX, GRADIENTS, seed, arm, "demo")
                 cost = schedule.relative_cost(q_max=Q_MAX, q_grad=GRADIENTS)
                 rows.append(
@@ -131,12 +135,12 @@ def main() -> None:
                     }
                 )
                 print(rows[-1], flush=True)
-        kept = {
+        content = {
             "command": "python -m bench.rising_vs_falling",
             "rows": rows,
             "provenance": where,
         }
-        write_text(path, json.dumps(kept, indent=1) + "\n")
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ MEASURED, SEEDS = range(800, 806), range(820, 832)
 Arms = dict[str, tuple[Schedule, int | None]]
 
 
-def arms(found: Sensitivity, steps: int) -> Arms:
+def arms(measured: Sensitivity, steps: int) -> Arms:
     """Return the schedules and gradient bits that are compared."""
-    spent = allocate(found, BUDGET, LOWEST, Q_MAX, "roles", total_steps=steps)
+    allocated = allocate(measured, BUDGET, LOWEST, Q_MAX, "roles", total_steps=steps)
     return {
-        "allocated": (spent, None),
+        "allocated": (allocated, None),
         "3/8": (StaticSchedule(3, steps), 8),
         "4/5": (StaticSchedule(4, steps), 5),
     }
@@ -64,19 +64,19 @@ def main() -> None:
     """Measure, train, print, write."""
     torch.set_num_threads(1)
     path = results_dir() / "roles.json"
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     where = {**source(), "machine": machine(), "versions": versions()}
-    kept = {
+    content = {
         "command": "python -m bench.roles",
         "measured": {},
         "rows": [],
-        **kept,
+        **content,
         "provenance": where,
     }
     for task in TASKS:
         recipe = CASES[task].recipe
-        if task not in kept["measured"]:
-            found = recipe_sensitivity(
+        if task not in content["measured"]:
+            measured = recipe_sensitivity(
                 recipe,
                 base=BASE,
                 q_max=Q_MAX,
@@ -86,12 +86,12 @@ def main() -> None:
                 roles=True,
                 seeds=MEASURED,
             )
-            print(found, flush=True)
-            kept["measured"][task] = found.to_dict()
-        made = arms(Sensitivity.from_dict(kept["measured"][task]), recipe.steps)
-        there = {row["seed"] for row in kept["rows"] if row["task"] == task}
-        for seed in [s for s in SEEDS if s not in there]:
-            for arm, (schedule, gradients) in made.items():
+            print(measured, flush=True)
+            content["measured"][task] = measured.to_dict()
+        schedules = arms(Sensitivity.from_dict(content["measured"][task]), recipe.steps)
+        finished_seeds = {row["seed"] for row in content["rows"] if row["task"] == task}
+        for seed in [s for s in SEEDS if s not in finished_seeds]:
+            for arm, (schedule, gradients) in schedules.items():
                 spec = RunSpec(recipe, schedule, Q_MAX, gradients, seed, arm, "demo")
                 row = {
                     "task": task,
@@ -100,9 +100,9 @@ def main() -> None:
                     "cost": spec.relative_cost,
                     "quality": quality(spec),
                 }
-                kept["rows"].append(row)
+                content["rows"].append(row)
                 print(row, flush=True)
-            write_text(path, json.dumps(kept, indent=1) + "\n")
+            write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

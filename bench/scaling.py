@@ -227,18 +227,18 @@ def training(depth: int) -> dict[str, Any]:
     }
 
 
-def searched(search: Callable[..., Any], depth: int, **more: Any) -> Call:
+def search_call(search: Callable[..., Any], depth: int, **more: Any) -> Call:
     """Return a search over a training of a model of some layers."""
     return partial(search, **training(depth) | more)
 
 
-def tried(n: int, folder: Path) -> Call:
+def precision_search(n: int, folder: Path) -> Call:
     """Return a search for the fewest bits, over trainings that do nothing."""
     idle = {"train_step": lambda number: torch.ones(()), "evaluate": lambda: 1.0}
-    return searched(cpt.search.try_precision, 1, steps=n, **idle | {"seeds": 1})
+    return search_call(cpt.search.try_precision, 1, steps=n, **idle | {"seeds": 1})
 
 
-def allocated(n: int, folder: Path) -> Call:
+def allocation(n: int, folder: Path) -> Call:
     """Return the allocation of bits over n windows and as many groups."""
     rng = np.random.default_rng(0)
     windows, groups = (
@@ -282,7 +282,7 @@ def graph_layer(layer: Callable[[int, int], nn.Module], n: int, folder: Path) ->
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
-def stored(n: int, folder: Path) -> Path:
+def write_store(n: int, folder: Path) -> Path:
     """Write a store of n runs."""
     from cpt_lab.experiments.grids import grid_specs
     from cpt_lab.paths import results_dir
@@ -303,13 +303,13 @@ def stored(n: int, folder: Path) -> Path:
     return store
 
 
-def appended(n: int, folder: Path) -> Call:
+def append_rows(n: int, folder: Path) -> Call:
     """Return what appends 8 rows to n, of which the process has appended one before."""
     from cpt_lab.sweeps.row_format import load_rows
     from cpt_lab.sweeps.stores import append_row
 
-    more = load_rows(stored(n + 9, folder))[n:]
-    store = stored(n, folder)
+    more = load_rows(write_store(n + 9, folder))[n:]
+    store = write_store(n, folder)
     append_row(store, more[0])
     return lambda: [append_row(store, row) for row in more[1:]]
 
@@ -318,16 +318,16 @@ def read_rows(n: int, folder: Path) -> Call:
     """Return what reads a store."""
     from cpt_lab.sweeps.row_format import load_rows
 
-    return partial(load_rows, stored(n, folder))
+    return partial(load_rows, write_store(n, folder))
 
 
-def tabulated(n: int, folder: Path) -> Call:
+def tabulate(n: int, folder: Path) -> Call:
     """Return what reads a store into a table, and summarises and writes that."""
     from cpt_lab.analysis.row_tables import by_arm
     from cpt_lab.analysis.run_table import load
     from cpt_lab.analysis.spreadsheets import write_csv
 
-    store = stored(n, folder)
+    store = write_store(n, folder)
 
     def call() -> None:
         frame = load(store)
@@ -337,18 +337,18 @@ def tabulated(n: int, folder: Path) -> Call:
     return call
 
 
-def judged(n: int, folder: Path) -> Call:
+def judge_runs(n: int, folder: Path) -> Call:
     """Return what judges the claims of the paper by a table of runs."""
     from cpt_lab.analysis.claims import judge_claims
     from cpt_lab.analysis.run_table import load
 
-    frame = load(stored(n, folder))
+    frame = load(write_store(n, folder))
     return partial(
         judge_claims, frame, only=("cost_order", "gradients_stabilize", "cpt_improves")
     )
 
 
-def collected(n: int, folder: Path) -> Call:
+def collect_notebooks(n: int, folder: Path) -> Call:
     """Return what collects the notebooks of n students."""
     import json
 
@@ -605,7 +605,7 @@ CASES = {
         "search.sensitivity search.Sensitivity",
         "layers",
         2,
-        lambda n, f: searched(
+        lambda n, f: search_call(
             cpt.search.sensitivity, n, windows=1, layers=1, steps=2, estimate=False
         ),
         2,
@@ -614,21 +614,21 @@ CASES = {
         "search.sensitivity",
         "steps",
         4,
-        lambda n, f: searched(
+        lambda n, f: search_call(
             cpt.search.sensitivity, 1, windows=1, layers=1, steps=n, estimate=True
         ),
         2,
     ),
-    "allocate": Case("search.allocate", "windows and groups", 8, allocated, 2),
+    "allocate": Case("search.allocate", "windows and groups", 8, allocation, 2),
     "precision_range_test": Case(
         "search.precision_range_test",
         "steps",
         4,
-        lambda n, folder: searched(
+        lambda n, folder: search_call(
             cpt.search.precision_range_test, 1, q_max=5, dwell=n
         ),
     ),
-    "try_precision": Case("search.try_precision", "steps", 32, tried, 4),
+    "try_precision": Case("search.try_precision", "steps", 32, precision_search, 4),
     "Graph": Case(
         "Graph",
         "edges",
@@ -642,17 +642,17 @@ CASES = {
         "SAGEConv", "nodes and edges", 512, partial(graph_layer, cpt.SAGEConv)
     ),
     "rows: load_rows": Case("", "rows", 64, read_rows),
-    "rows: append_row": Case("", "rows in the store", 64, appended),
-    "rows: load, by_arm, write_csv": Case("", "rows", 64, tabulated),
-    "rows: claims": Case("", "rows", 32, judged, 4),
+    "rows: append_row": Case("", "rows in the store", 64, append_rows),
+    "rows: load, by_arm, write_csv": Case("", "rows", 64, tabulate),
+    "rows: claims": Case("", "rows", 32, judge_runs, 4),
     "data: text": Case("", "words", 64, read_text),
     "data: graph": Case("", "nodes and edges", 256, read_graph),
     "data: images": Case("", "pictures", 24, read_images),
-    "notebooks: collect": Case("", "students", 32, collected),
+    "notebooks: collect": Case("", "students", 32, collect_notebooks),
 }
 
 
-def made(case: Case, n: int, folder: Path) -> Call:
+def make_call(case: Case, n: int, folder: Path) -> Call:
     """Return the call of a case at n, in a folder of its own."""
     own = folder / str(n)
     own.mkdir(parents=True)
@@ -663,7 +663,7 @@ def seconds(case: Case, n: int, folder: Path) -> float:
     """Return the processor seconds of a call, the least of three."""
     measured = []
     for repetition in range(3):
-        call = made(case, n, folder / str(repetition))
+        call = make_call(case, n, folder / str(repetition))
         began = time.process_time()
         call()
         measured.append(time.process_time() - began)
@@ -679,7 +679,7 @@ def main() -> int:
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             n = case.n * case.more
-            made(case, case.n, Path(folder, "first"))()  # imports, caches, kernels
+            make_call(case, case.n, Path(folder, "first"))()  # imports, caches, kernels
             small, large = (
                 seconds(case, size, Path(folder, str(size))) for size in (n, 4 * n)
             )

@@ -21,7 +21,7 @@ from cpt_lab.studies.h5.arms import CASES, FILE, Q_MAX, MeasuredCase
 from cpt_lab.training.recipe_search import recipe_sensitivity
 
 
-def measured(case: MeasuredCase) -> Sensitivity:
+def measure_case(case: MeasuredCase) -> Sensitivity:
     """Measure one case on its own seeds, 50 and up."""
     return recipe_sensitivity(
         case.recipe, base=case.bits, q_max=Q_MAX, seeds=range(50, 50 + case.measured)
@@ -38,21 +38,21 @@ def main() -> None:
     torch.set_num_threads(1)
     path = results_dir() / FILE
     for name in [only] if only else CASES:
-        started = time.monotonic()
-        found = measured(CASES[name])
-        print(f"{name}: {found.title}\n{found}\n", flush=True)
+        start = time.monotonic()
+        result = measure_case(CASES[name])
+        print(f"{name}: {result.title}\n{result}\n", flush=True)
         seconds, where = (
-            round(time.monotonic() - started, 1),
+            round(time.monotonic() - start, 1),
             {**source(), "machine": machine(), "versions": versions()},
         )
         with FileLock(path.with_name(f"{path.name}.lock")):
-            held = (
+            cases = (
                 json.loads(path.read_text(encoding="utf-8"))["cases"]
                 if path.exists()
                 else {}
             )
-            held[name] = {**found.to_dict(), "seconds": seconds, "provenance": where}
-            ordered = {name: held[name] for name in CASES if name in held}
+            cases[name] = {**result.to_dict(), "seconds": seconds, "provenance": where}
+            ordered = {name: cases[name] for name in CASES if name in cases}
             write_text(
                 path,
                 json.dumps(

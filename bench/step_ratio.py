@@ -138,9 +138,9 @@ class Case:
     compiled: bool = False
 
 
-ON_CODES = "integer", "shared steps"
+INT8 = "integer", "shared steps"
 AUTOCAST, TORCHAO = "bf16 autocast", ("torchao int8", "torchao QAT")
-BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
+AGGREGATIONS = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
 CASES = {
     "ResNet-20, batch 128": Case(
         lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7
@@ -182,7 +182,7 @@ CASES = {
     ),
     "tiny, 64-32-10, batch 16": Case(tiny, random(16, 64), 200),
     "GCN layer 128 -> 512, arxiv size": Case(
-        lambda: GraphConv(128, 512), arxiv, 7, BOTH
+        lambda: GraphConv(128, 512), arxiv, 7, AGGREGATIONS
     ),
 }
 
@@ -191,24 +191,24 @@ def stepper(
     model: nn.Module,
     inputs: tuple[Any, ...],
     config: QuantConfig | None = None,
-    how: str = "",
+    variant: str = "",
 ) -> Callable[[], float]:
-    """Return a function that runs one training step and returns its seconds; ``how``: of the columns below."""
-    if config and how in ON_CODES:
+    """Return a function that runs one training step and returns its seconds; ``variant``: of the columns below."""
+    if config and variant in INT8:
         config = replace(config, execution="integer")
-        config = config.with_shared_steps() if how == ON_CODES[1] else config
-    if how in TORCHAO:
-        with_torchao(model, how)
+        config = config.with_shared_steps() if variant == INT8[1] else config
+    if variant in TORCHAO:
+        with_torchao(model, variant)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     layers = list(all_precisions(quantize_(model, config)).values()) if config else []
-    called = torch.compile(model) if how == "compiled" else model
+    forward = torch.compile(model) if variant == "compiled" else model
     bits = cycle(range(3, 9))
 
     def step() -> float:
-        with reference() if how == "reference" else nullcontext():
+        with reference() if variant == "reference" else nullcontext():
             rounds = (
                 torch.autocast("cpu", torch.bfloat16)
-                if how == AUTOCAST
+                if variant == AUTOCAST
                 else nullcontext()
             )
             start = time.perf_counter()
@@ -216,7 +216,7 @@ def stepper(
             for layer in layers:
                 layer.set_bits(q, 8)
             with rounds:
-                y = called(*inputs)
+                y = forward(*inputs)
             y.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -225,11 +225,11 @@ def stepper(
     return step
 
 
-def with_torchao(model: nn.Module, how: str) -> None:
+def with_torchao(model: nn.Module, variant: str) -> None:
     """Convert the linear layers of a model with torchao: to int8 products, or to fake quantisation at 8 bits."""
     from torchao import quantization as ao
 
-    if how == TORCHAO[0]:
+    if variant == TORCHAO[0]:
         from torchao.prototype.quantized_training import int8_mixed_precision_training
 
         ao.quantize_(model, int8_mixed_precision_training())
@@ -244,21 +244,21 @@ def with_torchao(model: nn.Module, how: str) -> None:
     )
 
 
-def others(model: nn.Module) -> list[str]:
+def comparable_variants(model: nn.Module) -> list[str]:
     """Return what a model can be compared with: torchao converts linear layers alone."""
     layers = [
         m
         for m in model.modules()
         if isinstance(m, (nn.Linear, nn.LSTM, nn.Conv2d, GraphConv))
     ]
-    linear = importlib.util.find_spec("torchao") is not None and all(
+    is_linear = importlib.util.find_spec("torchao") is not None and all(
         isinstance(m, nn.Linear) for m in layers
     )
     # torch's own LSTM ends with an error in bfloat16 where the processor has no AVX-512
-    half = torch.ops.mkldnn._is_mkldnn_bf16_supported() or not any(
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() or not any(
         isinstance(m, nn.LSTM) for m in layers
     )
-    return [*([AUTOCAST] if half else ()), *(TORCHAO if linear else ())]
+    return [*([AUTOCAST] if has_bfloat16 else ()), *(TORCHAO if is_linear else ())]
 
 
 def measure(
@@ -288,7 +288,7 @@ def main() -> None:
         action="store_true",
         help="leave out torch.compile, which takes minutes",
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
     print(
@@ -299,7 +299,7 @@ def main() -> None:
     )
     last = [
         "compiled",
-        *ON_CODES,
+        *INT8,
         AUTOCAST,
         *(TORCHAO if importlib.util.find_spec("torchao") else ()),
     ]
@@ -309,7 +309,7 @@ def main() -> None:
         + "".join(f"{way:>15}" for way in [*ways, *last])
     )
     for name, case in CASES.items():
-        if given.only not in name:
+        if options.only not in name:
             continue
         torch.manual_seed(0)
         inputs = case.inputs()
@@ -317,15 +317,15 @@ def main() -> None:
         for key, config in case.configs.items():
             tried = [
                 *ways,
-                *(["compiled"] if case.compiled and not given.fast else []),
-                *ON_CODES,
+                *(["compiled"] if case.compiled and not options.fast else []),
+                *INT8,
             ]
             variants |= {
                 (key, way): stepper(case.make(), inputs, config, way) for way in tried
             }
         variants |= {
             ("", way): stepper(case.make(), inputs, None, way)
-            for way in others(case.make())
+            for way in comparable_variants(case.make())
         }
         times = measure(variants, case.rounds)
         base = times["float32", ""]

@@ -99,10 +99,10 @@ def main() -> int:
     )
     parser.add_argument("--add", action="store_true", help="List new violations too.")
     allow_new = parser.parse_args().add
-    before, found = listed_debt(), find_violations()
-    after = found if allow_new else found & before
-    CONFIG.write_text(split_config()[0] + format_debt(after), encoding="utf-8")
-    print(f"style debt: {len(before)} before, {len(after)} now")
+    listed, violations = listed_debt(), find_violations()
+    remaining = violations if allow_new else violations & listed
+    CONFIG.write_text(split_config()[0] + format_debt(remaining), encoding="utf-8")
+    print(f"style debt: {len(listed)} before, {len(remaining)} now")
     return 0
 
 

@@ -29,7 +29,7 @@ MIXES = (  # of 3 to 8 bits: concentrations of a Dirichlet distribution
 )
 
 
-def drawn(random: np.random.Generator) -> np.ndarray | None:
+def draw_cycles(random: np.random.Generator) -> np.ndarray | None:
     """Return the steps of two cycles at 2, ... 8 bits, (2, 7), of exactly the cost; None where chance failed."""
     shares = np.array(
         [random.dirichlet(MIXES[random.integers(len(MIXES))]) for _ in TOP]
@@ -45,12 +45,19 @@ def drawn(random: np.random.Generator) -> np.ndarray | None:
         if missing == 0:
             break
         c, q = random.integers(2), random.integers(1, 7)
-        to = q + (1 if missing > 0 else -1)
-        if not 1 <= to < 7 or counts[c, q] == 0 or (q == 6 and counts[c, 6] <= TOP[c]):
+        target = q + (1 if missing > 0 else -1)
+        if (
+            not 1 <= target < 7
+            or counts[c, q] == 0
+            or (q == 6 and counts[c, 6] <= TOP[c])
+        ):
             continue
-        if abs(missing - (COST[to] - COST[q])) < abs(missing) or random.random() < 0.3:
+        if (
+            abs(missing - (COST[target] - COST[q])) < abs(missing)
+            or random.random() < 0.3
+        ):
             counts[c, q] -= 1
-            counts[c, to] += 1
+            counts[c, target] += 1
     return (
         None
         if missing or (counts[:, 6] < TOP).any() or not counts[:, 0].any()
@@ -81,13 +88,13 @@ def search() -> list[np.ndarray]:
     """Return the twelve, the least noisy first."""
     random = np.random.default_rng(1)
     pool: list[np.ndarray] = []
-    found: list[tuple[float, float, float]] = []
+    pool_measures: list[tuple[float, float, float]] = []
     while len(pool) < 4000:
-        counts = drawn(random)
+        counts = draw_cycles(random)
         if counts is not None and 240 < np.exp((m := measures(counts))[0]) < 1100:
             pool.append(counts)
-            found.append(m)
-    x = np.array(found)
+            pool_measures.append(m)
+    x = np.array(pool_measures)
     edges = np.log(np.geomspace(245, 985, 13))
     classes = [
         np.flatnonzero((x[:, 0] >= a) & (x[:, 0] < b))
@@ -95,17 +102,19 @@ def search() -> list[np.ndarray]:
     ]
     best: tuple[float, list[int]] | None = None
     for _ in range(3):
-        chosen = [int(random.choice(c)) for c in classes]
-        value, temperature = badness(x[chosen]), 0.3
+        indices = [int(random.choice(c)) for c in classes]
+        value, temperature = badness(x[indices]), 0.3
         for _ in range(8000):
-            j, new = random.integers(12), chosen.copy()
+            j, new = random.integers(12), indices.copy()
             new[j] = int(random.choice(classes[j]))
-            other = badness(x[new])
-            if other < value or random.random() < np.exp((value - other) / temperature):
-                chosen, value = new, other
+            new_value = badness(x[new])
+            if new_value < value or random.random() < np.exp(
+                (value - new_value) / temperature
+            ):
+                indices, value = new, new_value
             temperature *= 0.9993
         if best is None or value < best[0]:
-            best = (value, chosen)
+            best = (value, indices)
     assert best is not None
     return [pool[i] for i in best[1]]
 

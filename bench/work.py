@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 
 # below these what is constant outweighs what grows
-LEAST = Work(lines=4_000, numbers=4_000, bytes_read=40_000, memory=400_000)
+MIN_WORK = Work(lines=4_000, numbers=4_000, bytes_read=40_000, memory=400_000)
 
 
 class _CountingTensors(TorchDispatchMode):
@@ -79,8 +79,10 @@ def count_work(call: Callable[[], Any]) -> Work:
 
 def ratios(small: Work, large: Work) -> dict[str, float]:
     """Return by how much each kind of work grows; without what stays below ``LEAST``."""
-    pairs = zip(Work._fields, small, large, LEAST, strict=True)
-    return {name: b / max(a, least / 4) for name, a, b, least in pairs if b >= least}
+    pairs = zip(Work._fields, small, large, MIN_WORK, strict=True)
+    return {
+        name: b / max(a, minimum / 4) for name, a, b, minimum in pairs if b >= minimum
+    }
 
 
 def _bytes_read() -> int:

@@ -40,9 +40,9 @@ import cpt_core as cpt
 from bench.zoo_models import MODELS, Inputs, Make
 from cpt_core.bitops.counting import tensors_in
 from cpt_core.quantization.convert import is_converted
-from cpt_extras.diagnostics.check import BITS as CHECKED
+from cpt_extras.diagnostics.check import CHECK_BITS
 from cpt_extras.files import write_text
-from cpt_extras.kernels.operators import LOOPS as OPENED
+from cpt_extras.kernels.operators import MATMUL_OPERATORS
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source
 
@@ -54,7 +54,7 @@ PACKAGES = {
 }
 SECONDS = 300  # of one model
 BITS, VALUES = 2, 4  # values of a grid of two bits
-LEAST, FEWEST = (
+MIN_SLICE, MIN_OPERAND = (
     7,
     32,
 )  # a slice, and an operand, of fewer numbers than that tell nothing
@@ -86,7 +86,7 @@ FUSED = (
 )
 
 
-def macs_of(name: str, args: Any, out: Tensor) -> int:
+def count_macs(name: str, args: Any, out: Tensor) -> int:
     """Return the multiply-accumulates of a product, from its shapes."""
     a, b = (args[i] for i in OPERANDS[name][:2])
     if name == "convolution":
@@ -115,7 +115,7 @@ def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None
     """
     x = x.detach().float()
     runs = [
-        next((n for n in range(LEAST, size) if size % n == 0), max(1, size))
+        next((n for n in range(MIN_SLICE, size) if size % n == 0), max(1, size))
         for size in x.shape
     ]
     ways = [
@@ -124,7 +124,7 @@ def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None
     ]
     ways += [x.movedim(dim, 0).reshape(x.shape[dim], -1) for dim in range(x.dim())]
     for way in ways:
-        if way.shape[1] >= LEAST:
+        if way.shape[1] >= MIN_SLICE:
             ordered = torch.cat([way, torch.zeros(len(way), 1)], 1).sort(1).values
             if int((ordered.diff(dim=1) != 0).sum(1).max()) <= VALUES:
                 return True
@@ -135,7 +135,7 @@ def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None
         if kernel
         else x.shape[-2:]
     )
-    return False if x.numel() >= FEWEST and min(slices) >= LEAST else None
+    return False if x.numel() >= MIN_OPERAND and min(slices) >= MIN_SLICE else None
 
 
 class Watcher(TorchDispatchMode):
@@ -165,7 +165,7 @@ class Watcher(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if (
-            loop := OPENED.get(func._schema.name)
+            loop := MATMUL_OPERATORS.get(func._schema.name)
         ) is not None:  # a whole recurrence: its products one by one
             with self:
                 return loop(*args, **(kwargs or {}))
@@ -187,25 +187,25 @@ class Watcher(TorchDispatchMode):
                 ]
                 found = False if False in seen else None if None in seen else True
                 result = out[0] if isinstance(out, tuple) else out
-                self.macs[self.path[-1] if self.path else "", name, found] += macs_of(
-                    name, args, result
+                self.macs[self.path[-1] if self.path else "", name, found] += (
+                    count_macs(name, args, result)
                 )
         return out
 
 
-def total_of(found: Any) -> Tensor:
+def total_loss(found: Any) -> Tensor:
     """Return the sum of all that a model returns, as a loss."""
     parts = [y for y in tensors_in(found) if y.requires_grad]
     return torch.stack([y.double().mean() for y in parts]).sum()
 
 
-def gradients_of(
+def loss_and_gradients(
     model: nn.Module, call: Callable[..., Any], inputs: Inputs
 ) -> list[Tensor]:
     """Return the loss and the gradients of all parameters."""
     torch.manual_seed(1)
     model.zero_grad()
-    loss = total_of(call(*inputs))
+    loss = total_loss(call(*inputs))
     loss.backward()
     return [
         loss.detach(),
@@ -233,64 +233,74 @@ def at_four_bits(model: nn.Module) -> AbstractContextManager[Any]:
     return cpt.precision(model, 4, 8) if is_converted(model) else nullcontext()
 
 
-def deepcopied(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+def deepcopy_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """A copy computes what the model does."""
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         return equal(
-            gradients_of(model, model, inputs), gradients_of(twin, twin, inputs)
+            loss_and_gradients(model, model, inputs),
+            loss_and_gradients(twin, twin, inputs),
         )
 
 
-def restored(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+def restored_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """``restore_`` gives the original back."""
     cpt.restore_(model)
-    return equal(gradients_of(plain, plain, inputs), gradients_of(model, model, inputs))
+    return equal(
+        loss_and_gradients(plain, plain, inputs),
+        loss_and_gradients(model, model, inputs),
+    )
 
 
-def compiled(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+def compiled_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """Compiled is eager, up to what compiling by itself changes."""
     torch._dynamo.reset()
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         run = torch.compile(twin, backend="aot_eager")
         return equal(
-            gradients_of(model, model, inputs), gradients_of(twin, run, inputs), 1e-3
+            loss_and_gradients(model, model, inputs),
+            loss_and_gradients(twin, run, inputs),
+            1e-3,
         )
 
 
-def checkpointed(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+def checkpointed_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """Activation checkpointing changes nothing."""
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         run = partial(checkpoint, twin, use_reentrant=False)
         return equal(
-            gradients_of(model, model, inputs), gradients_of(twin, run, inputs)
+            loss_and_gradients(model, model, inputs),
+            loss_and_gradients(twin, run, inputs),
         )
 
 
-def accumulated(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+def accumulation_adds_up(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """Two backward passes add up their gradients."""
     with at_four_bits(model):
         twin = copy.deepcopy(model)
-        _, *once = gradients_of(model, model, inputs)
+        _, *once = loss_and_gradients(model, model, inputs)
         for _ in range(2):
             torch.manual_seed(1)
-            total_of(twin(*inputs)).backward()
+            total_loss(twin(*inputs)).backward()
         twice = [p.grad for p in twin.parameters() if p.grad is not None]
     return equal([2 * g for g in once], twice, 1e-5)
 
 
-def resumed(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+def resumed_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """A training that is stored and read goes on as if it had not been."""
     other = cpt.quantize_(copy.deepcopy(plain), NEAREST)
-    first, second = (trained(m, inputs, 1)[1] for m in (model, other))
+    first, second = (train_steps(m, inputs, 1)[1] for m in (model, other))
     other.load_state_dict(model.state_dict())
     second.load_state_dict(first.state_dict())
-    return equal(gradients_of(model, model, inputs), gradients_of(other, other, inputs))
+    return equal(
+        loss_and_gradients(model, model, inputs),
+        loss_and_gradients(other, other, inputs),
+    )
 
 
-def averaged(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+def average_needs_bits(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     """A moving average of a model that a scheduler drives refuses to run on bits of its own, and runs on given ones."""
     cpt.PrecisionScheduler(
         model, cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
@@ -302,25 +312,25 @@ def averaged(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
     except RuntimeError as refusal:
         with cpt.precision(average, 8, 8), cpt.precision(twin, 8, 8):
             same = equal(
-                gradients_of(twin, twin, inputs),
-                gradients_of(average.module, average.module, inputs),
+                loss_and_gradients(twin, twin, inputs),
+                loss_and_gradients(average.module, average.module, inputs),
             )
         return same and "copy" in str(refusal)
     return False
 
 
 LOOPS: dict[str, Callable[[nn.Module, nn.Module, Inputs], bool]] = {
-    "deepcopy": deepcopied,
-    "restore_": restored,
-    "compile": compiled,
-    "checkpointing": checkpointed,
-    "accumulation": accumulated,
-    "resume": resumed,
-    "EMA": averaged,
+    "deepcopy": deepcopy_is_equal,
+    "restore_": restored_is_equal,
+    "compile": compiled_is_equal,
+    "checkpointing": checkpointed_is_equal,
+    "accumulation": accumulation_adds_up,
+    "resume": resumed_is_equal,
+    "EMA": average_needs_bits,
 }
 
 
-def trained(model: nn.Module, inputs: Inputs, steps: int) -> tuple[bool, Any]:
+def train_steps(model: nn.Module, inputs: Inputs, steps: int) -> tuple[bool, Any]:
     """Train some steps; return whether all stayed finite, and the scheduler."""
     scheduler = cpt.PrecisionScheduler(
         model,
@@ -332,14 +342,16 @@ def trained(model: nn.Module, inputs: Inputs, steps: int) -> tuple[bool, Any]:
     finite = True
     for _ in range(steps):
         finite = finite and all(
-            bool(g.isfinite().all()) for g in gradients_of(model, model, inputs)
+            bool(g.isfinite().all()) for g in loss_and_gradients(model, model, inputs)
         )
         optimizer.step()
         scheduler.step()
     return finite, scheduler
 
 
-def watched(model: nn.Module, inputs: Inputs, bits: int, looks: bool = True) -> Watcher:
+def watch_forward(
+    model: nn.Module, inputs: Inputs, bits: int, looks: bool = True
+) -> Watcher:
     """Return what a watcher has seen of a forward pass at so many bits, with the same random numbers every time."""
     model = copy.deepcopy(model)
     watcher = Watcher(model, looks)
@@ -349,7 +361,9 @@ def watched(model: nn.Module, inputs: Inputs, bits: int, looks: bool = True) -> 
     return watcher
 
 
-def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, Any]:
+def try_model(
+    library: str, name: str, make: Make, loops: bool = True
+) -> dict[str, Any]:
     """Return the row of one model."""
     row: dict[str, Any] = {"library": library, "model": name, "outcome": "whole"}
     torch.manual_seed(0)
@@ -367,12 +381,12 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
             model = cpt.quantize_(copy.deepcopy(plain), NEAREST)
         except ValueError as refusal:
             return {**row, "outcome": "refused", "said": str(refusal)}
-        watcher = watched(model, inputs, BITS)
+        watcher = watch_forward(model, inputs, BITS)
         torch.manual_seed(1)
         checked = cpt.check(model, inputs, invariances=False)
-        row["finite"] = trained(copy.deepcopy(model), inputs, 3)[0]
-        counted = watched(
-            model, inputs, CHECKED, looks=False
+        row["finite"] = train_steps(copy.deepcopy(model), inputs, 3)[0]
+        counted = watch_forward(
+            model, inputs, CHECK_BITS, looks=False
         )  # how many proposals a detector has depends on the bits
     every, judged = (
         sum(watcher.macs.values()),
@@ -403,21 +417,21 @@ def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, 
     row["outcome"] = "silent" if silent else "in part" if plainly else "whole"
     row["loops"] = dict.fromkeys(LOOPS)
     for loop, right in LOOPS.items() if loops else ():
-        row["loops"][loop] = _right(right, model, plain, inputs)
+        row["loops"][loop] = _run_loop(right, model, plain, inputs)
         if row["loops"][loop] is not True and right in (
-            deepcopied,
-            compiled,
-            checkpointed,
-            accumulated,
+            deepcopy_is_equal,
+            compiled_is_equal,
+            checkpointed_is_equal,
+            accumulation_adds_up,
         ):
             if (
-                _right(right, plain, plain, inputs) is not True
+                _run_loop(right, plain, plain, inputs) is not True
             ):  # nor is it without quantisation
                 row["loops"][loop] = None
     return row
 
 
-def _right(
+def _run_loop(
     loop: Callable[..., bool], model: nn.Module, plain: nn.Module, inputs: Inputs
 ) -> bool | str:
     try:
@@ -426,12 +440,12 @@ def _right(
         return f"{type(problem).__name__}: {problem}"[:200]
 
 
-def _apart(library: str, name: str, out: Any) -> None:
+def _try_and_send(library: str, name: str, sender: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    started = time.monotonic()
+    start = time.monotonic()
     try:
-        row = tried(library, name, MODELS[library][name])
+        row = try_model(library, name, MODELS[library][name])
     except Exception as problem:
         row = {
             "library": library,
@@ -439,31 +453,31 @@ def _apart(library: str, name: str, out: Any) -> None:
             "outcome": "crashed",
             "said": f"{type(problem).__name__}: {problem}",
         }
-    out.send(
+    sender.send(
         {
             **row,
             "version": version(PACKAGES.get(library, library)),
-            "seconds": time.monotonic() - started,
+            "seconds": time.monotonic() - start,
         }
     )
 
 
-def in_a_process(library: str, name: str) -> dict[str, Any]:
+def try_in_process(library: str, name: str) -> dict[str, Any]:
     """Return the row of a model that is tried in a process of its own: no failure ends the others."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(False)
-    process = context.Process(target=_apart, args=(library, name, sender))
+    process = context.Process(target=_try_and_send, args=(library, name, sender))
     process.start()
     sender.close()
     try:
         if receiver.poll(SECONDS):
             return {key: _short(value) for key, value in receiver.recv().items()}
-        said = f"it took more than {SECONDS} seconds"
+        failure = f"it took more than {SECONDS} seconds"
     except EOFError:
-        said = "its process died"
+        failure = "its process died"
     finally:
         process.kill()
-    return {"library": library, "model": name, "outcome": "crashed", "said": said}
+    return {"library": library, "model": name, "outcome": "crashed", "said": failure}
 
 
 def _short(value: Any) -> Any:
@@ -491,7 +505,7 @@ def main() -> None:
             "missing: pip install "
             + " ".join(PACKAGES.get(m, m) for m in missing).replace("_", "-")
         )
-    wanted = [
+    selected = [
         (library, name)
         for library, models in MODELS.items()
         for name in models
@@ -499,17 +513,17 @@ def main() -> None:
         and options.only.lower() in f"{library} {name}".lower()
     ]
     head = {"command": "python -m bench.zoo", **source()}
-    found = []
+    rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda which: in_a_process(*which), wanted):
-            found.append(row)
+        for row in pool.map(lambda which: try_in_process(*which), selected):
+            rows.append(row)
             print(
                 f"{row['library']:<28} {row['model']:<32} {row['outcome']:<8} {row.get('share', math.nan):.3f} "
                 f"{row.get('said', '')[:90]}",
                 flush=True,
             )
-    print(dict(Counter(row["outcome"] for row in found)))
-    write_text(options.out, json.dumps({**head, "models": found}, indent=1) + "\n")
+    print(dict(Counter(row["outcome"] for row in rows)))
+    write_text(options.out, json.dumps({**head, "models": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,30 +13,30 @@ import torch
 from torch import Tensor, nn
 
 Inputs = tuple[Any, ...]
-Made = tuple[nn.Module, Inputs]
-Make = Callable[[], Made]
+ModelAndInputs = tuple[nn.Module, Inputs]
+Make = Callable[[], ModelAndInputs]
 
 
-class Called(nn.Module):
+class CallWith(nn.Module):
     """A model that is called with more than its inputs, or of whose results one part counts."""
 
-    def __init__(self, model: nn.Module, part: str = "", **given: Any) -> None:
+    def __init__(self, model: nn.Module, part: str = "", **options: Any) -> None:
         super().__init__()
-        self.model, self.part, self.given = model, part, given
+        self.model, self.part, self.options = model, part, options
 
     def forward(self, *inputs: Any) -> Any:
         """Call it."""
-        found = self.model(*inputs, **self.given)
+        output = self.model(*inputs, **self.options)
         return (
-            getattr(found, self.part)
+            getattr(output, self.part)
             if self.part
-            else found[0]
-            if isinstance(found, tuple)
-            else found
+            else output[0]
+            if isinstance(output, tuple)
+            else output
         )
 
 
-class After(nn.Module):
+class LinearBefore(nn.Module):
     """A linear layer, then another module."""
 
     def __init__(self, inner: nn.Module, width: int = 16) -> None:
@@ -45,11 +45,11 @@ class After(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """Run both."""
-        found = self.inner(self.linear(x))
-        return found[0] if isinstance(found, tuple) else found
+        output = self.inner(self.linear(x))
+        return output[0] if isinstance(output, tuple) else output
 
 
-class ByWeight(nn.Module):
+class WeightMatmul(nn.Module):
     """A product that is written out, with a parameter of its own."""
 
     def __init__(self, equation: str = "") -> None:
@@ -124,7 +124,7 @@ def rows(*shape: int) -> Inputs:
     return (torch.randn(shape),)
 
 
-def of(module: str, name: str) -> Any:
+def library_object(module: str, name: str) -> Any:
     """Return what a library calls so."""
     return getattr(importlib.import_module(module), name)
 
@@ -134,8 +134,10 @@ def torch_(make: Callable[[], nn.Module], *shape: int) -> Make:
 
 
 def torchvision_(name: str, size: int = 64, place: str = "", **options: Any) -> Make:
-    def make() -> Made:
-        model = of(f"torchvision.models{place}", name)(weights=None, **options)
+    def make() -> ModelAndInputs:
+        model = library_object(f"torchvision.models{place}", name)(
+            weights=None, **options
+        )
         if place == ".detection":
             targets = [
                 {
@@ -156,7 +158,9 @@ def torchvision_(name: str, size: int = 64, place: str = "", **options: Any) -> 
 
 def timm_(name: str, size: int = 64, **options: Any) -> Make:
     return lambda: (
-        of("timm", "create_model")(name, pretrained=False, num_classes=10, **options),
+        library_object("timm", "create_model")(
+            name, pretrained=False, num_classes=10, **options
+        ),
         pictures(size),
     )
 
@@ -210,14 +214,14 @@ SPEECH = {
 
 
 def hf(
-    name: str, inputs: Callable[[], Inputs] = tokens, given: Any = None, **sizes: Any
+    name: str, inputs: Callable[[], Inputs] = tokens, options: Any = None, **sizes: Any
 ) -> Make:
     """Return a maker of a model of transformers, with a configuration of its own class."""
 
-    def make() -> Made:
-        kind = of("transformers", name)
+    def make() -> ModelAndInputs:
+        kind = library_object("transformers", name)
         model = kind(kind.config_class(**{**SMALL, **sizes}))
-        return (model if given is None else Called(model, **given())), inputs()
+        return (model if options is None else CallWith(model, **options())), inputs()
 
     return make
 
@@ -229,34 +233,34 @@ def decoder_tokens() -> dict[str, Any]:
 def clip_(name: str) -> Make:
     part = {**SMALL, "projection_dim": 16}
 
-    def make() -> Made:
-        kind = of("transformers", name)
+    def make() -> ModelAndInputs:
+        kind = library_object("transformers", name)
         config = kind.config_class(
             text_config=part, vision_config={**part, **VISION}, projection_dim=16
         )
-        return Called(kind(config), pixel_values=pictures(32)[0]), tokens()
+        return CallWith(kind(config), pixel_values=pictures(32)[0]), tokens()
 
     return make
 
 
 def lora(base: Make, method: str, **options: Any) -> Make:
-    def make() -> Made:
+    def make() -> ModelAndInputs:
         model, inputs = base()
-        return of("peft", "get_peft_model")(
-            model, of("peft", method)(**options)
+        return library_object("peft", "get_peft_model")(
+            model, library_object("peft", method)(**options)
         ), inputs
 
     return make
 
 
 def graph_(name: str, *sizes: Any, **options: Any) -> Make:
-    def make() -> Made:
+    def make() -> ModelAndInputs:
         edges = torch.randint(0, 12, (2, 40))
         more = (torch.randint(0, 3, (40,)),) if name == "RGCNConv" else ()
         inner = (
             sizes[0]()
             if callable(sizes[0])
-            else of("torch_geometric.nn", name)(*sizes, **options)
+            else library_object("torch_geometric.nn", name)(*sizes, **options)
         )
         return inner, (torch.randn(12, 16), edges, *more)
 
@@ -264,19 +268,19 @@ def graph_(name: str, *sizes: Any, **options: Any) -> Make:
 
 
 def gin() -> Any:
-    return of("torch_geometric.nn", "GINConv")(
+    return library_object("torch_geometric.nn", "GINConv")(
         nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     )
 
 
 def diffusion(
     name: str,
-    given: Callable[[], dict[str, Any]],
+    options: Callable[[], dict[str, Any]],
     inputs: Callable[[], Inputs],
     **sizes: Any,
 ) -> Make:
     return lambda: (
-        Called(of("diffusers", name)(**sizes), "sample", **given()),
+        CallWith(library_object("diffusers", name)(**sizes), "sample", **options()),
         inputs(),
     )
 
@@ -284,7 +288,7 @@ def diffusion(
 def other(
     module: str, name: str, inputs: Callable[[], Inputs], *values: Any, **options: Any
 ) -> Make:
-    return lambda: (of(module, name)(*values, **options), inputs())
+    return lambda: (library_object(module, name)(*values, **options), inputs())
 
 
 BERT = hf("BertModel")
@@ -316,12 +320,14 @@ MODELS: dict[str, dict[str, Make]] = {
             9,
             9,
         ),
-        "LSTM": torch_(lambda: After(nn.LSTM(16, 12, 2, bidirectional=True)), 7, 3, 16),
-        "LSTM, projection": torch_(
-            lambda: After(nn.LSTM(16, 12, proj_size=9)), 7, 3, 16
+        "LSTM": torch_(
+            lambda: LinearBefore(nn.LSTM(16, 12, 2, bidirectional=True)), 7, 3, 16
         ),
-        "GRU": torch_(lambda: After(nn.GRU(16, 12)), 7, 3, 16),
-        "RNN": torch_(lambda: After(nn.RNN(16, 12)), 7, 3, 16),
+        "LSTM, projection": torch_(
+            lambda: LinearBefore(nn.LSTM(16, 12, proj_size=9)), 7, 3, 16
+        ),
+        "GRU": torch_(lambda: LinearBefore(nn.GRU(16, 12)), 7, 3, 16),
+        "RNN": torch_(lambda: LinearBefore(nn.RNN(16, 12)), 7, 3, 16),
         "LSTMCell": torch_(lambda: Cell(nn.LSTMCell(16, 12)), 5, 3, 16),
         "GRUCell": torch_(lambda: Cell(nn.GRUCell(16, 12)), 5, 3, 16),
         "MultiheadAttention": torch_(SelfAttention, 3, 9, 16),
@@ -336,20 +342,26 @@ MODELS: dict[str, dict[str, Make]] = {
             nn.Bilinear(16, 12, 9),
             (torch.randn(8, 16), torch.randn(8, 12)),
         ),
-        "einsum": torch_(lambda: ByWeight("bti,io->bto"), 3, 9, 16),
-        "matmul of a weight": torch_(ByWeight, 9, 16),
+        "einsum": torch_(lambda: WeightMatmul("bti,io->bto"), 3, 9, 16),
+        "matmul of a weight": torch_(WeightMatmul, 9, 16),
         "weight_norm": torch_(
-            lambda: After(nn.utils.parametrizations.weight_norm(nn.Linear(16, 12))),
+            lambda: LinearBefore(
+                nn.utils.parametrizations.weight_norm(nn.Linear(16, 12))
+            ),
             9,
             16,
         ),
         "spectral_norm": torch_(
-            lambda: After(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 12))),
+            lambda: LinearBefore(
+                nn.utils.parametrizations.spectral_norm(nn.Linear(16, 12))
+            ),
             9,
             16,
         ),
         "orthogonal": torch_(
-            lambda: After(nn.utils.parametrizations.orthogonal(nn.Linear(16, 12))),
+            lambda: LinearBefore(
+                nn.utils.parametrizations.orthogonal(nn.Linear(16, 12))
+            ),
             9,
             16,
         ),
@@ -480,8 +492,8 @@ MODELS: dict[str, dict[str, Make]] = {
             "LongformerModel", lambda: tokens(16), attention_window=4
         ),
         "XLNetModel": lambda: (
-            of("transformers", "XLNetModel")(
-                of("transformers", "XLNetConfig")(
+            library_object("transformers", "XLNetModel")(
+                library_object("transformers", "XLNetConfig")(
                     vocab_size=64, d_model=16, n_layer=2, n_head=2, d_inner=32
                 )
             ),
@@ -517,7 +529,7 @@ MODELS: dict[str, dict[str, Make]] = {
             chunk_size=8,
         ),
         "RwkvModel": hf("RwkvModel", attention_hidden_size=16),
-        "T5Model": hf("T5Model", given=decoder_tokens, **T5),
+        "T5Model": hf("T5Model", options=decoder_tokens, **T5),
         "BartModel": hf("BartModel", **SEQ2SEQ),
         "WhisperModel": hf(
             "WhisperModel",
@@ -533,14 +545,14 @@ MODELS: dict[str, dict[str, Make]] = {
         "Dinov2Model": hf("Dinov2Model", lambda: pictures(32), **VISION),
         "BeitModel": hf("BeitModel", lambda: pictures(32), **VISION),
         "SwinModel": lambda: (
-            of("transformers", "SwinModel")(
-                of("transformers", "SwinConfig")(**SHIFTED)
+            library_object("transformers", "SwinModel")(
+                library_object("transformers", "SwinConfig")(**SHIFTED)
             ),
             pictures(32),
         ),
         "Swinv2Model": lambda: (
-            of("transformers", "Swinv2Model")(
-                of("transformers", "Swinv2Config")(**SHIFTED)
+            library_object("transformers", "Swinv2Model")(
+                library_object("transformers", "Swinv2Config")(**SHIFTED)
             ),
             pictures(32),
         ),
@@ -669,8 +681,8 @@ MODELS: dict[str, dict[str, Make]] = {
             strides=(2,),
         ),
         "ViT": lambda: (
-            Called(
-                of("monai.networks.nets", "ViT")(
+            CallWith(
+                library_object("monai.networks.nets", "ViT")(
                     1,
                     16,
                     8,
@@ -686,7 +698,7 @@ MODELS: dict[str, dict[str, Make]] = {
     },
     "open_clip": {
         "CLIP": lambda: (
-            of("open_clip", "CLIP")(
+            library_object("open_clip", "CLIP")(
                 16,
                 {
                     "image_size": 32,
@@ -708,10 +720,10 @@ MODELS: dict[str, dict[str, Make]] = {
     },
     "x_transformers": {
         "Decoder": lambda: (
-            of("x_transformers", "TransformerWrapper")(
+            library_object("x_transformers", "TransformerWrapper")(
                 num_tokens=64,
                 max_seq_len=16,
-                attn_layers=of("x_transformers", "Decoder")(
+                attn_layers=library_object("x_transformers", "Decoder")(
                     dim=16, depth=1, heads=2, attn_dim_head=8, rotary_pos_emb=True
                 ),
             ),
@@ -720,8 +732,10 @@ MODELS: dict[str, dict[str, Make]] = {
     },
     "mambapy": {
         "Mamba": lambda: (
-            of("mambapy.mamba", "Mamba")(
-                of("mambapy.mamba", "MambaConfig")(d_model=16, n_layers=1, d_state=8)
+            library_object("mambapy.mamba", "Mamba")(
+                library_object("mambapy.mamba", "MambaConfig")(
+                    d_model=16, n_layers=1, d_state=8
+                )
             ),
             rows(2, 9, 16),
         ),

@@ -102,7 +102,7 @@ class ClaimTables:
         if entry.effects[0][0].scale == "exact":
             return entry.effects[0][0].what
         shared, times = Counter(
-            _compared(effect) for effect, _ in entry.effects
+            _comparison(effect) for effect, _ in entry.effects
         ).most_common(1)[0]
         if times == 1 < len(entry.effects):
             shared = ""
@@ -127,10 +127,10 @@ class ClaimTables:
         """Return an effect with its experiment, and with its comparison unless all effects share it."""
         name = experiment_name(effect)
         level = f" ({effect.level})" if self._has_several_levels(name) else ""
-        first = _compared(effect)
+        first = _comparison(effect)
         values = []
         for part in (effect, *effect.others):
-            compared = _compared(part)
+            compared = _comparison(part)
             head, _, tail = compared.rpartition(", ")
             if re.sub(ONLY_ARMS, "", compared) == shared:
                 compared = " ".join(re.findall(ONLY_ARMS, compared)).strip()
@@ -181,7 +181,7 @@ def experiment_name(effect: Effect) -> str:
     )
 
 
-def _compared(effect: Effect) -> str:
+def _comparison(effect: Effect) -> str:
     """Return what an effect compares, in words that experiments of several q_max share."""
     q_max = effect.experiment.rpartition(" to ")[2].removesuffix(" bits")
     return re.sub(rf"\bstatic {q_max}\b(?! bits|,)", "static q_max", effect.what)

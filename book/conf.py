@@ -93,7 +93,7 @@ def block_math(self, node):
     raise nodes.SkipNode
 
 
-def place(module, name):
+def source_address(module, name):
     """Return the page and line of the source of a name, seen from a page of the reference; None if it has none."""
     try:
         value = importlib.import_module(module)
@@ -117,10 +117,10 @@ def place(module, name):
 
 def linkcode_resolve(domain, info):
     """Lead from a name of the reference to its lines in the source."""
-    return place(info["module"], info["fullname"])
+    return source_address(info["module"], info["fullname"])
 
 
-def missing(app, env, node, content):
+def resolve_missing(app, env, node, content):
     """Resolve a type by its home: a public name has a page, any other leads to its source."""
     target = node.get("reftarget", "")
     if not re.fullmatch(
@@ -129,15 +129,15 @@ def missing(app, env, node, content):
         return content
     name = target.rsplit(".", 1)[-1]
     if target.startswith(("cpt_core.", "cpt_extras.")) and name in PATHS:
-        found = env.get_domain("py").objects.get(f"cpt_core.{PATHS[name]}")
+        target_object = env.get_domain("py").objects.get(f"cpt_core.{PATHS[name]}")
         address = (
-            app.builder.get_relative_uri(node["refdoc"], found.docname)
-            + f"#{found.node_id}"
-            if found
+            app.builder.get_relative_uri(node["refdoc"], target_object.docname)
+            + f"#{target_object.node_id}"
+            if target_object
             else None
         )
     else:
-        address = place(*target.rsplit(".", 1)) if "." in target else None
+        address = source_address(*target.rsplit(".", 1)) if "." in target else None
     return (
         nodes.reference("", "", content, internal=True, refuri=address)
         if address
@@ -145,19 +145,19 @@ def missing(app, env, node, content):
     )
 
 
-def marked(app, what, name, obj, options, lines):
+def mark_sources(app, kind, name, obj, options, lines):
     """Set off where a docstring names its source, and where it departs from it; what hangs below belongs to it.
 
     Other public names lead to their pages.
     """
 
-    def led(match):
+    def link_name(match):
         other = match[1] in PATHS and match[1] not in name.split(".")
         return (
             f":py:obj:`{match[1]} <cpt_core.{PATHS[match[1]]}>`" if other else match[0]
         )
 
-    lines[:] = [re.sub(r"``(\w+)``", led, line) for line in lines]
+    lines[:] = [re.sub(r"``(\w+)``", link_name, line) for line in lines]
     hanging = False
     for i, line in enumerate(lines):
         hanging = line.startswith(("Paper: ", "Differs: ")) or (
@@ -170,25 +170,25 @@ def marked(app, what, name, obj, options, lines):
         )
 
 
-def readable(app, what, name, obj, options, signature, returns):
+def hide_unreadable_defaults(app, kind, name, obj, options, signature, returns):
     """Leave out defaults that are no Python, such as <factory>: with one, no type of the signature is understood."""
     return re.sub(r"<[^<>]+>", "...", signature) if signature else signature, returns
 
 
-def plain(app, what, name, obj, options, lines):
+def protect_properties(app, kind, name, obj, options, lines):
     """Keep Napoleon from taking the words before a colon for the type of a property: it looks at the first line."""
-    if what == "property":
+    if kind == "property":
         lines.insert(0, "")
 
 
-def wrapped(app, doctree):
+def mark_prose(app, doctree):
     """Mark outputs that are prose, whose lines may be broken; those with columns are not."""
     for node in doctree.findall(nodes.literal_block):
         if "output" in node["classes"] and not re.search(r"\S {2,}\S", node.astext()):
             node["classes"].append("prose")
 
 
-def boxed(app, doctree):
+def box_pictures(app, doctree):
     """Put every picture into a box of its own."""
     for image in list(doctree.findall(nodes.image)):
         alone = isinstance(image.parent, nodes.paragraph) and len(image.parent) == 1
@@ -196,7 +196,7 @@ def boxed(app, doctree):
         place.replace_self(nodes.container("", image.deepcopy(), classes=["picture"]))
 
 
-def described(app, doctree):
+def add_alt_texts(app, doctree):
     """Give the pictures of a notebook the words that they have in it: MyST-NB reads none of an output's metadata."""
     path = Path(app.env.doc2path(app.env.docname))
     if path.suffix != ".ipynb":
@@ -219,7 +219,7 @@ def described(app, doctree):
             node["alt"] = words[name]
 
 
-def spoken(app, page, template, context, doctree):
+def fix_accessibility(app, page, template, context, doctree):
     """Mend what Sphinx writes for those who listen: headings without a level, lists of terms without a term."""
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace(
@@ -238,12 +238,14 @@ def setup(app):
         if field.name == "variable":
             field.label = "Attributes"  # what Sphinx calls variables
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
-    app.connect("missing-reference", missing)
-    app.connect("autodoc-process-docstring", plain, priority=400)
-    app.connect("autodoc-process-docstring", marked)
-    app.connect("autodoc-process-signature", readable)
-    app.connect("doctree-read", wrapped)
-    app.connect("doctree-read", described)
-    app.connect("doctree-read", boxed)
-    app.connect("html-page-context", spoken, priority=900)  # after the theme's
+    app.connect("missing-reference", resolve_missing)
+    app.connect("autodoc-process-docstring", protect_properties, priority=400)
+    app.connect("autodoc-process-docstring", mark_sources)
+    app.connect("autodoc-process-signature", hide_unreadable_defaults)
+    app.connect("doctree-read", mark_prose)
+    app.connect("doctree-read", add_alt_texts)
+    app.connect("doctree-read", box_pictures)
+    app.connect(
+        "html-page-context", fix_accessibility, priority=900
+    )  # after the theme's
     return {"parallel_read_safe": True}

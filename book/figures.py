@@ -84,7 +84,7 @@ def paper_beside_ours() -> Figure:
         ((paper, ours),),
     ):
         _draw_paper(paper, arms)
-        shown = _draw_ours(ours, arms)
+        schedules = _draw_ours(ours, arms)
         paper.set_ylabel("accuracy minus static 8 [percentage points]")
         paper.set_title("Paper states (figure 3, section 4.2)", fontsize=9)
         first = runs.iloc[0]
@@ -106,10 +106,10 @@ def paper_beside_ours() -> Figure:
         figure.supxlabel(caption, fontsize=SMALL, color=PAPER_GREY)
         name_points(
             ours,
-            list(shown["arm"]),
-            shown["relative_cost"],
-            shown["gain"],
-            [TEXT[s] for s in shown["savings"]],
+            list(schedules["arm"]),
+            schedules["relative_cost"],
+            schedules["gain"],
+            [TEXT[s] for s in schedules["savings"]],
         )
     return figure
 

@@ -48,13 +48,13 @@ def problems(site: Path) -> list[str]:
     def page(path: Path) -> Page:
         return Page(path.read_text(encoding="utf-8"))
 
-    found = []
+    faults = []
     site = site.resolve()
     for path in sorted(site.rglob("*.html")):
         for tag, key, address in page(path).links:
-            if why := _problem(path, site, tag, key, address, page):
-                found.append(f"{path.relative_to(site)}: {address}: {why}")
-    return list(dict.fromkeys(found))
+            if fault := _problem(path, site, tag, key, address, page):
+                faults.append(f"{path.relative_to(site)}: {address}: {fault}")
+    return list(dict.fromkeys(faults))
 
 
 def _problem(path: Path, site: Path, tag: str, key: str, address: str, page) -> str:  # type: ignore[no-untyped-def]
@@ -64,10 +64,10 @@ def _problem(path: Path, site: Path, tag: str, key: str, address: str, page) -> 
     if parts.scheme or parts.netloc:
         if (tag, key) in LOADED:
             return "is loaded from the network"
-        whole = parts.scheme == "mailto" or (
+        is_complete = parts.scheme == "mailto" or (
             parts.scheme in ("http", "https") and "." in parts.netloc
         )
-        return "" if whole and " " not in address else "is no address"
+        return "" if is_complete and " " not in address else "is no address"
     target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
     if not target.is_relative_to(site):
         return "leads out of the site"

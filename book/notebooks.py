@@ -26,9 +26,9 @@ def clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
 def main() -> None:
     """Run, save, and say how long each took."""
     for path in notebooks():
-        started = time.monotonic()
+        start = time.monotonic()
         nbformat.write(clean(jupyter_kernel.execute(path, None, {})), path)
-        print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{path.name}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

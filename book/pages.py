@@ -36,7 +36,7 @@ DOCUMENTS = (
     "notebooks/*.ipynb",
     "data/cards/*.md",
 )
-OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
+FOREIGN_BASES = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2", ".patch")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
@@ -52,40 +52,44 @@ CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 def pages() -> dict[str, str | bytes]:
     """Return every page: its path in the folder that Sphinx reads, and what stands in it."""
     documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
-    shown = {
+    source_files = {
         path
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.suffix in SOURCE
     }
-    made: dict[str, str | bytes] = {
+    pages_by_path: dict[str, str | bytes] = {
         "index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")
     }
     for path in documents:
-        text, reached = relinked(path, path.read_text(encoding="utf-8"), documents)
-        shown |= {
-            target for target in reached if target.is_file() and target not in documents
+        text, linked_files = relink(path, path.read_text(encoding="utf-8"), documents)
+        source_files |= {
+            target
+            for target in linked_files
+            if target.is_file() and target not in documents
         }
-        made[str(path.relative_to(ROOT))] = text
-    for path in sorted(shown):
+        pages_by_path[str(path.relative_to(ROOT))] = text
+    for path in sorted(source_files):
         name = str(path.relative_to(ROOT))
         if path.suffix == ".png":
-            made[name] = path.read_bytes()
+            pages_by_path[name] = path.read_bytes()
         else:
-            made[f"{name}.md"] = source_page(name, path.read_text(encoding="utf-8"))
+            pages_by_path[f"{name}.md"] = source_page(
+                name, path.read_text(encoding="utf-8")
+            )
     for path in ROOT.glob("notebooks/*.ipynb"):
-        made[f"downloads/{path.name}"] = path.read_bytes()
-    folders = {path.parent for path in shown if path.suffix in SOURCE} | {
+        pages_by_path[f"downloads/{path.name}"] = path.read_bytes()
+    folders = {path.parent for path in source_files if path.suffix in SOURCE} | {
         ROOT / "data/cards"
     }
-    made |= {
+    pages_by_path |= {
         f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders)
         for folder in folders
     }
-    made["zoo.md"] = zoo.page()
-    made["api/index.md"] = api_index()
-    made |= {f"api/{name}.md": name_page(name) for name in NAMES}
-    return made
+    pages_by_path["zoo.md"] = zoo.page()
+    pages_by_path["api/index.md"] = api_index()
+    pages_by_path |= {f"api/{name}.md": name_page(name) for name in NAMES}
+    return pages_by_path
 
 
 def write(folder: Path) -> None:
@@ -99,9 +103,9 @@ def write(folder: Path) -> None:
 # --- links ------------------------------------------------------------------------------------------
 
 
-def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Path]]:
+def relink(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Path]]:
     """Return a page whose links lead to pages, and the files and folders of the repository that it links to."""
-    reached: set[Path] = set()
+    linked_files: set[Path] = set()
 
     def lead(match: re.Match[str]) -> str:
         target = Path(os.path.normpath(path.parent / match[2]))
@@ -111,7 +115,7 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
             )
         if target == Path(zoo.__file__):  # the site has the page that it makes
             return f"{match[1]}{os.path.relpath(ROOT / f'{target.stem}.md', path.parent)}{match[3]}"
-        reached.add(target)
+        linked_files.add(target)
         if target.is_dir():
             return f"{match[1]}{match[2].rstrip('/')}/index.md{match[3]}"
         if target in documents or target.suffix == ".png":
@@ -126,7 +130,7 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
         return "".join(parts)
 
     if path.suffix != ".ipynb":
-        return prose(text), reached
+        return prose(text), linked_files
     book = json.loads(text)
     book["cells"] = list(with_answers(book["cells"]))
     title, _, rest = "".join(book["cells"][0]["source"]).partition("\n")
@@ -135,7 +139,7 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
         if cell["cell_type"] == "markdown":
             cell["source"] = prose("".join(cell["source"]))
     book["cells"] = list(without_prompts(book["cells"]))
-    return json.dumps(book, ensure_ascii=False), reached
+    return json.dumps(book, ensure_ascii=False), linked_files
 
 
 def without_prompts(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -160,29 +164,27 @@ def source_page(name: str, text: str) -> str:
         lexer = get_lexer_for_filename(name)
     except ClassNotFound:
         lexer = TextLexer()
-    shown = highlight(
+    html = highlight(
         text, lexer, HtmlFormatter(linenos="inline", lineanchors="L", wrapcode=True)
     )
     fence = "`" * 12
     head = f"---\nnosearch: true\norphan: true\n---\n# {name}"
-    return (
-        f'{head}\n\n{fence}{{raw}} html\n<div class="source">{shown}</div>\n{fence}\n'
-    )
+    return f'{head}\n\n{fence}{{raw}} html\n<div class="source">{html}</div>\n{fence}\n'
 
 
 def folder_page(folder: Path, folders: set[Path]) -> str:
     """Return the page of a folder: what it is for, and the list of its pages."""
-    about = folder / "__init__.py"
-    says = (
-        rst(ast.get_docstring(ast.parse(about.read_text(encoding="utf-8"))) or "")
-        if about.exists()
+    init_file = folder / "__init__.py"
+    description = (
+        rst(ast.get_docstring(ast.parse(init_file.read_text(encoding="utf-8"))) or "")
+        if init_file.exists()
         else ""
     )
     if folder == ROOT / "data/cards":
         return f"# Data sets\n\n{toctree(sorted(p.stem for p in folder.glob('*.md')))}"
     title = str(folder.relative_to(ROOT))
     if folder == ROOT / "notebooks/solutions":
-        title, says = (
+        title, description = (
             "Solutions",
             "A file per notebook. Try each exercise first: its check names what is still wrong.",
         )
@@ -194,7 +196,7 @@ def folder_page(folder: Path, folders: set[Path]) -> str:
         for p in sorted(folder.iterdir())
         if p.suffix in SOURCE
     )
-    return f"# {title}\n\n{says}\n{below}\n{files}\n"
+    return f"# {title}\n\n{description}\n{below}\n{files}\n"
 
 
 def toctree(entries: list[str]) -> str:
@@ -218,11 +220,11 @@ def api_index() -> str:
     ]
     packages = {name: ".".join(home.split(".")[:2]) for name, home in NAMES.items()}
     for package in dict.fromkeys(packages.values()):
-        about = __import__(package, fromlist=["x"]).__doc__.strip()
+        description = __import__(package, fromlist=["x"]).__doc__.strip()
         names = [name for name, home in packages.items() if home == package]
         rows = [f"   * - :doc:`{name}`\n     - {first_line(name)}" for name in names]
         table = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows)
-        parts.append(f"## {package}\n\n{rst(about)}\n{rst(table)}")
+        parts.append(f"## {package}\n\n{rst(description)}\n{rst(table)}")
     return (
         "\n".join(parts)
         + "\n"
@@ -232,11 +234,11 @@ def api_index() -> str:
 
 def first_line(name: str) -> str:
     """Return the first sentence of the docstring of a public name, or of the comment above a table."""
-    about = described(name)
-    return " ".join(re.split(r"(?<=\.)\s|\n\n", about, maxsplit=1)[0].split())
+    description = public_docstring(name)
+    return " ".join(re.split(r"(?<=\.)\s|\n\n", description, maxsplit=1)[0].split())
 
 
-def described(name: str) -> str:
+def public_docstring(name: str) -> str:
     """Return what is written of a public name: its docstring, or the comment above a table of names."""
     value = attrgetter(name)(cpt_core)
     if not isinstance(value, Mapping):
@@ -255,11 +257,11 @@ def described(name: str) -> str:
 
 def kind(value: Mapping[str, Any]) -> str:
     """Return what a table of names holds, in a word."""
-    one = next(iter(value.values()))
+    value_type = next(iter(value.values()))
     return (
-        f"classes of {one.__mro__[1].__name__}"
-        if inspect.isclass(one)
-        else type(one).__name__
+        f"classes of {value_type.__mro__[1].__name__}"
+        if inspect.isclass(value_type)
+        else type(value_type).__name__
     )
 
 
@@ -272,9 +274,9 @@ def name_page(name: str) -> str:
             for key, one in value.items()
         ]
         table = "   .. list-table::\n      :widths: 20 80\n\n" + "\n".join(rows)
-        body = f".. py:data:: cpt_core.{name}\n\n   {described(name)}\n\n{table}"
+        body = f".. py:data:: cpt_core.{name}\n\n   {public_docstring(name)}\n\n{table}"
     elif inspect.isclass(value):
-        body = f".. autoclass:: cpt_core.{name}\n   :members:\n   :inherited-members: {OTHERS}"
+        body = f".. autoclass:: cpt_core.{name}\n   :members:\n   :inherited-members: {FOREIGN_BASES}"
         body += "\n   :show-inheritance:" * (value.__bases__ != (object,))
     else:
         body = f".. autofunction:: cpt_core.{name}"

@@ -36,7 +36,7 @@ papermill --help-notebook notebooks/03_image_classification.ipynb
 """
 
 
-class Declared(NamedTuple):
+class Parameter(NamedTuple):
     """A parameter as a notebook declares it."""
 
     name: str
@@ -45,39 +45,41 @@ class Declared(NamedTuple):
     comment: str
 
 
-def declared(source: str) -> list[Declared]:
+def declared_parameters(source: str) -> list[Parameter]:
     """Return the parameters that a cell declares, in their order.
 
     Args:
         source: assignments of literals, with or without a type, each with a comment behind it or without.
 
     >>> declared("q_max: list = [8]  # [6, 8] for both halves")
-    [Declared(name='q_max', type='list', default='[8]', comment='[6, 8] for both halves')]
+    [Parameter(name='q_max', type='list', default='[8]', comment='[6, 8] for both halves')]
     """
     comments: dict[int, str] = {}
     for token in tokenize.generate_tokens(StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             comments[token.start[0]] = token.string.lstrip("# ")
-    found = []
+    parameters = []
     statements: list[Any] = ast.parse(source).body
     for node in statements:
         if isinstance(node, ast.AnnAssign):
-            name, kind = ast.unparse(node.target), ast.unparse(node.annotation)
+            name, type_name = ast.unparse(node.target), ast.unparse(node.annotation)
         else:
-            name, kind = (
+            name, type_name = (
                 ast.unparse(node.targets[0]),
                 _type_name(ast.literal_eval(node.value)),
             )
         default = ast.get_source_segment(source, node.value) or ""
-        found.append(Declared(name, kind, default, comments.get(node.end_lineno, "")))
-    return found
+        parameters.append(
+            Parameter(name, type_name, default, comments.get(node.end_lineno, ""))
+        )
+    return parameters
 
 
 def _type_name(value: Any) -> str:
     return "" if value is None else type(value).__name__
 
 
-def of_notebook(path: Path) -> tuple[str, list[Declared]]:
+def notebook_parameters(path: Path) -> tuple[str, list[Parameter]]:
     """Return the title of a notebook and its parameters."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].lstrip("# ")
@@ -85,7 +87,9 @@ def of_notebook(path: Path) -> tuple[str, list[Declared]]:
         cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())
     ]
     return title, [
-        parameter for cell in tagged for parameter in declared("".join(cell["source"]))
+        parameter
+        for cell in tagged
+        for parameter in declared_parameters("".join(cell["source"]))
     ]
 
 
@@ -93,7 +97,7 @@ def page(paths: list[Path]) -> str:
     """Return the page in Markdown: a table per notebook with more parameters than the scale, then the others."""
     parts, scale_only = [HEAD], []
     for path in paths:
-        title, parameters = of_notebook(path)
+        title, parameters = notebook_parameters(path)
         link = f"[{title}](../notebooks/{path.name})"
         if [parameter.name for parameter in parameters] == ["scale"]:
             scale_only.append(link)
@@ -116,7 +120,7 @@ def page(paths: list[Path]) -> str:
     return "\n".join(parts)
 
 
-def _line(parameter: Declared) -> str:
+def _line(parameter: Parameter) -> str:
     comment = parameter.comment.replace("|", "\\|")
     return (
         f"| `{parameter.name}` | {parameter.type} | `{parameter.default}` | {comment} |"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-LONG = 35
+MAX_WORDS = 35
 OURS = ("cpt_lab", "cpt_lessons")
 FORMULAS = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$|`[^`\n]*`", re.DOTALL)
-APART = re.compile(
+NON_PROSE = re.compile(
     r"^#.*$|^\|.*$|</?\w+>|^ *(?:[-*]|\d+\.) ", re.MULTILINE
 )  # headings, tables, marks of lists
 
@@ -38,21 +38,23 @@ class Count(NamedTuple):
         return self.plumbing / self.lines if self.lines else 0.0
 
 
-def count(book: dict[str, Any]) -> Count:
+def count(notebook: dict[str, Any]) -> Count:
     """Count a notebook, as JSON has it."""
     cells = [
         (c["cell_type"], "".join(c["source"]))
-        for c in book["cells"]
+        for c in notebook["cells"]
         if c["id"] != "install"
     ]
     text = "\n\n".join(source for kind, source in cells if kind == "markdown")
     code = "\n".join(source for kind, source in cells if kind == "code")
-    said = sentences(text)
-    colons = sum(len(re.findall(r"[\w)*]:\**\s+[a-z]", sentence)) for sentence in said)
+    sentence_list = sentences(text)
+    colons = sum(
+        len(re.findall(r"[\w)*]:\**\s+[a-z]", sentence)) for sentence in sentence_list
+    )
     lines, ours = code_lines(code)
     return Count(
         len(text.split()),
-        sum(len(s.split()) > LONG for s in said),
+        sum(len(s.split()) > MAX_WORDS for s in sentence_list),
         colons,
         len(lines),
         len(lines & ours),
@@ -61,7 +63,7 @@ def count(book: dict[str, Any]) -> Count:
 
 def sentences(text: str) -> list[str]:
     """Return the sentences of running text; a formula or a piece of code in one is a word."""
-    plain = APART.sub("\n\n", FORMULAS.sub("X", text))
+    plain = NON_PROSE.sub("\n\n", FORMULAS.sub("X", text))
     return [
         s
         for part in re.split(r"\n\s*\n", plain)
@@ -110,11 +112,11 @@ def counts() -> dict[str, Count]:
 
 def main() -> int:
     """Print a line per notebook."""
-    found = counts()
+    counts_by_notebook = counts()
     print("notebook  words  long sentences  colons  code lines  plumbing")
     for name, c in {
-        **found,
-        "all": Count(*map(sum, zip(*found.values(), strict=True))),
+        **counts_by_notebook,
+        "all": Count(*map(sum, zip(*counts_by_notebook.values(), strict=True))),
     }.items():
         print(
             f"{name:<8}{c.words:7,}{c.long:16}{c.colons:8}{c.lines:12}{c.share:10.0%}"

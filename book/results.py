@@ -76,13 +76,13 @@ def pages() -> dict[Path, str]:
         by_topic[topic_of(f"{entry.claim.id} {entry.claim.tasks}")].append(entry)
     differing: dict[str, list[str]] = {topic: [] for topic in TOPICS}
     for place, text in differences():
-        differing[topic_of(place)].append(_filled(f"- `{place}`: {text}", "  "))
+        differing[topic_of(place)].append(_wrap(f"- `{place}`: {text}", "  "))
     spending, switching = (study.tasks(runs)[0] for study in (h7, h10))
     spending_alike = h7.gains_by_evaluation(spending)
     repeated = _repeated_effects(answers)
     tasks = list(_tasks_by_grid(runs))
     stored_at_paper = set(runs.loc[runs["scale"] == "paper", "key"])
-    whole = render(
+    rendered = render(
         "results.md.j2",
         Path(__file__).parent,
         answers=_answers_table(answers),
@@ -95,10 +95,10 @@ def pages() -> dict[Path, str]:
         decays=deficit_dates.outcome(decay_runs(runs)),
         deficit_dates=deficit_dates,
         differences=differing,
-        filled=_filled,
+        filled=_wrap,
         grids={name: _grids_text(grids) for name, grids in GRIDS.items()},
         h5_gains=_h5_gains(runs),
-        kept=_kept_text,
+        kept=_rows_text,
         levels=_levels_table(tasks),
         needed=_needed_table(entries),
         not_run_again=[
@@ -134,17 +134,17 @@ def pages() -> dict[Path, str]:
         .set_index(["case", "arm"])
         .loc["characters", "over layers"],
     )
-    parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
+    parts = re.split(r"^<!-- page: (.*) -->\n\n?", rendered, flags=re.M)[1:]
     texts = {}
     for name, text in zip(parts[::2], parts[1::2], strict=True):
         texts[PAGES / name] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    said = "\n".join(
+    claims_text = "\n".join(
         [
             commands.digest(sorted(results_dir().glob("*.jsonl"))),
             *commands.claims_lines(entries, answers),
         ]
     )
-    return texts | {paper_dir() / "claims.txt": f"{said}\n"}
+    return texts | {paper_dir() / "claims.txt": f"{claims_text}\n"}
 
 
 def topic_of(place: str) -> str:
@@ -174,7 +174,9 @@ def _needed_table(entries: Iterable[claims.Entry]) -> pd.DataFrame:
 def _paper_scale(name: str) -> dict[str, set[str]]:
     """Return the keys of the runs of a grid or an artefact at paper scale, by grid."""
     at_paper = [
-        grid for grid, found in find_grids(name).items() if "paper" in found.scales
+        grid
+        for grid, definition in find_grids(name).items()
+        if "paper" in definition.scales
     ]
     return {grid: {spec.key for spec in grid_specs(grid, "paper")} for grid in at_paper}
 
@@ -189,13 +191,13 @@ def _grids_text(names: Iterable[str]) -> str:
 
 def _stored_text(names: Iterable[str], stored: set[str]) -> str:
     """Return how many runs of grids or artefacts are among the stored keys."""
-    wanted = {
+    keys = {
         key for name in names for keys in _paper_scale(name).values() for key in keys
     }
-    return f"{len(wanted & stored):,} of {len(wanted):,}"
+    return f"{len(keys & stored):,} of {len(keys):,}"
 
 
-def _kept_text(name: str) -> str:
+def _rows_text(name: str) -> str:
     """Return what a file of rows holds, by model, such as "mlp6: 85 runs, 17 arms, 5 seeds"."""
     texts = []
     for model, part in load(results_dir() / f"{name}.jsonl", every_rate=True).groupby(
@@ -240,13 +242,13 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     adjusted = dict(
         zip(gains, holm([gain.p() for gain in gains.values()]), strict=True)
     )
-    shown = {
+    cells = {
         key: f"**{gain.shown()}**" if adjusted[key] < ALPHA else gain.shown()
         for key, gain in gains.items()
     }
     tasks = dict.fromkeys(task for task, _ in gains)
     return pd.DataFrame(
-        {"schedule": list(SUITE)} | {t: [shown[t, arm] for arm in SUITE] for t in tasks}
+        {"schedule": list(SUITE)} | {t: [cells[t, arm] for arm in SUITE] for t in tasks}
     )
 
 
@@ -273,13 +275,13 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def _outcome_alike(alike: str, outcome: str) -> str:
+def _outcome_alike(rule_outcome: str, outcome: str) -> str:
     """Return an outcome where both sides are evaluated alike: "the same" as the registered one, or how it differs."""
-    words, separator, p = alike.partition("; p ")
-    if words == re.sub(r" \([^()]*\)", "", outcome):
-        words = "the same"
-    words = re.sub(r"^(confirmed|contradicted): [^;]*", r"\1", words)
-    return words + separator + p.removesuffix(" after Holm's correction")
+    verdict, separator, p = rule_outcome.partition("; p ")
+    if verdict == re.sub(r" \([^()]*\)", "", outcome):
+        verdict = "the same"
+    verdict = re.sub(r"^(confirmed|contradicted): [^;]*", r"\1", verdict)
+    return verdict + separator + p.removesuffix(" after Holm's correction")
 
 
 def _primary_text(answer: Answer) -> str:
@@ -308,12 +310,12 @@ def _h5_gains(runs: pd.DataFrame) -> pd.DataFrame:
     cells: dict[str, dict[str, str]] = {}
     for gain in gains.itertuples():
         column = f"{with_titles(gain.case)}, n = {gain.n}"
-        shown = (
+        cell = (
             f"{interval_text(gain.mean, gain.low, gain.high)} {gain.unit}, {gain.word}"
         )
         if max(abs(gain.bitops - 1), abs(gain.bitops_per_op - 1)) >= 0.005:
-            shown += f" (BitOps {gain.bitops:.2f} of static's)"
-        cells.setdefault(column, {})[gain.arm] = shown
+            cell += f" (BitOps {gain.bitops:.2f} of static's)"
+        cells.setdefault(column, {})[gain.arm] = cell
     table = pd.DataFrame(cells)
     return table.rename_axis("arm").reset_index()
 
@@ -379,24 +381,32 @@ def _training_text(specs: Sequence[RunSpec]) -> str:
 
 def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
     """Return the effects that ``bench.fresh_seeds`` stored, by grid; none of a grid that was not run again."""
-    stored = json.loads(
+    effects_by_grid = json.loads(
         (results_dir() / "fresh_seeds.json").read_text(encoding="utf-8")
     )["grids"]
     grids = [grid for study in studies("arms") for grid in study.GRIDS]
-    return {grid: stored[grid]["effects"] if grid in stored else {} for grid in grids}
+    return {
+        grid: effects_by_grid[grid]["effects"] if grid in effects_by_grid else {}
+        for grid in grids
+    }
 
 
 def _repeated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
     """Return the effects with fresh seeds, beside those of the committed rows."""
-    before = {effect.what: effect for answer in answers for effect in answer.primary}
-    found = []
+    committed_effects = {
+        effect.what: effect for answer in answers for effect in answer.primary
+    }
+    effect_pairs = []
     for effects in _fresh_seeds().values():
         pairs = [
-            (before[what], replace(before[what], values=np.array(values)))
+            (
+                committed_effects[what],
+                replace(committed_effects[what], values=np.array(values)),
+            )
             for what, values in effects.items()
         ]
-        found += preregistered.pair_effects(pairs)
-    return found
+        effect_pairs += preregistered.pair_effects(pairs)
+    return effect_pairs
 
 
 def _levels_of_repeated(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
@@ -404,20 +414,24 @@ def _levels_of_repeated(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
     by_grid: dict[str, list[str]] = {}
     for part in tasks:
         by_grid.setdefault(part.grid, []).append(part.level)
-    found: dict[str, str] = {}
+    level_by_effect: dict[str, str] = {}
     for grid, effects in _fresh_seeds().items():
-        found |= dict.fromkeys(effects, "; ".join(dict.fromkeys(by_grid.get(grid, []))))
-    return found
+        level_by_effect |= dict.fromkeys(
+            effects, "; ".join(dict.fromkeys(by_grid.get(grid, [])))
+        )
+    return level_by_effect
 
 
 # --- text ---------------------------------------------------------------------------------------------
 
 
-def _filled(text: str, indent: str = "") -> str:
+def _wrap(text: str, indent: str = "") -> str:
     """Wrap text at 118 columns, its further lines indented."""
-    whole = text.replace(" %", "\0%")  # a line that begins with % is a comment of MyST
+    protected = text.replace(
+        " %", "\0%"
+    )  # a line that begins with % is a comment of MyST
     return "\n".join(
-        textwrap.wrap(whole, 118, break_on_hyphens=False, subsequent_indent=indent)
+        textwrap.wrap(protected, 118, break_on_hyphens=False, subsequent_indent=indent)
     ).replace("\0", " ")
 
 
@@ -426,10 +440,10 @@ def main() -> None:
     for path, text in pages().items():
         write_text(path, text)
     for study, name in ((h7, "where_to_spend_bits"), (h10, "when_to_switch")):
-        drawn = study.figure(study.tasks(committed(study.STUDY.name))[0])
-        drawn.savefig(results_dir() / f"{name}.png", dpi=110)
-    drawn = deficit_dates.decay_figure(decay_runs(committed("h3")))
-    drawn.savefig(results_dir() / "learning_rate_decay.png", dpi=110)
+        figure = study.figure(study.tasks(committed(study.STUDY.name))[0])
+        figure.savefig(results_dir() / f"{name}.png", dpi=110)
+    figure = deficit_dates.decay_figure(decay_runs(committed("h3")))
+    figure.savefig(results_dir() / "learning_rate_decay.png", dpi=110)
     figures.paper_beside_ours().savefig(results_dir() / "figure_3.png", dpi=110)
     print("docs/reproducing, and four figures in data/results, written")
 

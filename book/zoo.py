@@ -11,17 +11,19 @@ from bench.third_party.results import OUTCOMES
 from bench.zoo import FILE, LOOPS
 from cpt_lab.paths import results_dir
 
-LEAST = 0.01  # of the products of a model: what is named and less than that is no part of the model
+NEGLIGIBLE_SHARE = 0.01  # of the products of a model: what is named and less than that is no part of the model
 
 
-def found() -> dict[str, Any]:
+def read_results() -> dict[str, Any]:
     """Return what is stored."""
     return json.loads((results_dir() / FILE).read_text(encoding="utf-8"))
 
 
 def is_whole(row: dict[str, Any]) -> bool:
     """Whether every product runs quantised, but for less than 1 % that ``check`` names."""
-    return row["outcome"] in ("whole", "in part") and 1 - row["share"] < LEAST
+    return (
+        row["outcome"] in ("whole", "in part") and 1 - row["share"] < NEGLIGIBLE_SHARE
+    )
 
 
 def title(models: list[dict[str, Any]]) -> str:
@@ -31,8 +33,8 @@ def title(models: list[dict[str, Any]]) -> str:
 
 def page() -> str:
     """Return the page."""
-    stored = found()
-    models = stored["models"]
+    results = read_results()
+    models = results["models"]
     versions = dict.fromkeys(
         f"{row['library']} {row['version']}" for row in models if "version" in row
     )
@@ -41,7 +43,7 @@ def page() -> str:
         f"# {title(models)}",
         "",
         f"`python -m bench.zoo` tried {len(models)} models of {len(versions)} libraries at commit "
-        f"`{stored['commit'][:10]}`, each small and without weights. `cpt.quantize_` converted it, and it trained for "
+        f"`{results['commit'][:10]}`, each small and without weights. `cpt.quantize_` converted it, and it trained for "
         "three steps. A watcher that asks nothing of this package looked at the operands of every product of a forward "
         f"pass at 2 bits: {', '.join(f'{n} {outcome}' for outcome, n in outcomes.most_common())}."
         + " No product ran in float32 that `cpt.check` calls quantised."
@@ -66,8 +68,8 @@ def page() -> str:
 
 def proofs() -> list[str]:
     """Return the section about torch's databases and about invariances."""
-    stored = json.loads((results_dir() / PROOFS).read_text(encoding="utf-8"))
-    invariances = stored["invariances"]
+    results = json.loads((results_dir() / PROOFS).read_text(encoding="utf-8"))
+    invariances = results["invariances"]
     bits = " and ".join(map(str, invariances["bits"]))
     lines = [
         "",
@@ -77,10 +79,10 @@ def proofs() -> list[str]:
         "all of them beside a linear layer: plain, converted in float mode, at 3 bits, copied, and after "
         "`cpt.restore_`.",
         "",
-        f"| at commit `{stored['layers']['commit'][:10]}` | layers | functions |",
+        f"| at commit `{results['layers']['commit'][:10]}` | layers | functions |",
         "|---|---|---|",
     ]
-    tables = [stored[part]["counts"] for part in ("layers", "functions")]
+    tables = [results[part]["counts"] for part in ("layers", "functions")]
     for title, key in PROOF_ROWS:
         lines.append(
             f"| {title} | {' | '.join(f'{counts.get(key, 0):,}' for counts in tables)} |"
@@ -110,17 +112,17 @@ def proofs() -> list[str]:
             if a["reason"] == reason
         )
         lines.append(f"- {reason}: {', '.join(models)}.")
-    return lines + suite_section(stored.get("suites", {}))
+    return lines + suite_section(results.get("suites", {}))
 
 
-def suite_section(found: dict[str, Any]) -> list[str]:
+def suite_section(suite: dict[str, Any]) -> list[str]:
     """Return the section about tests of other libraries, if they ran."""
-    if "counts" not in found:
+    if "counts" not in suite:
         return []
-    counts = found["counts"]
+    counts = suite["counts"]
     return [
         "",
-        f"## Tests of {found['suite']}",
+        f"## Tests of {suite['suite']}",
         "",
         "Common tests of its models (training, checkpointing, saving and loading, tied weights, attention outputs and "
         f"more) that pass with plain models: {counts['plain']['passed']}. With converted models in float mode pass "
@@ -156,9 +158,16 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         if row["macs"] == row["macs of check"]
         else f"{row['macs']:,} ran, {row['macs of check']:,} counted"
     )
-    wrong = [name for name, right in row["loops"].items() if right not in (True, None)]
-    plain = [f"{place} ({n / row['macs']:.1%})" for place, n in row["float32"].items()]
-    more = f" and {len(plain) - 3} more" if len(plain) > 3 else ""
-    why = f"{', '.join(plain[:3])}{more}"
-    use = ", ".join(wrong) or "right"
-    return f"{row['share']:.2%}".replace("100.00%", "100%"), macs, use, why
+    failed_uses = [
+        name for name, right in row["loops"].items() if right not in (True, None)
+    ]
+    layers = [f"{place} ({n / row['macs']:.1%})" for place, n in row["float32"].items()]
+    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+    float32_layers = f"{', '.join(layers[:3])}{more}"
+    use_text = ", ".join(failed_uses) or "right"
+    return (
+        f"{row['share']:.2%}".replace("100.00%", "100%"),
+        macs,
+        use_text,
+        float32_layers,
+    )

@@ -22,19 +22,19 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 def browser() -> Iterator[Browser]:
     """Playwright's own Chromium, else the one of this machine."""
     with sync_playwright() as playwright:
-        own = Path(playwright.chromium.executable_path)
-        other = next(filter(None, map(shutil.which, NAMES)), None)
-        if not own.exists() and other is None:
+        bundled = Path(playwright.chromium.executable_path)
+        installed = next(filter(None, map(shutil.which, NAMES)), None)
+        if not bundled.exists() and installed is None:
             pytest.exit(
-                f"no Chromium: neither {own} nor one of {', '.join(NAMES)} is there. Get one: make chromium",
+                f"no Chromium: neither {bundled} nor one of {', '.join(NAMES)} is there. Get one: make chromium",
                 1,
             )
         sandbox = (
             sys.platform != "linux" or os.geteuid() != 0
         )  # Chromium refuses its sandbox to root
         try:
-            started = playwright.chromium.launch(
-                executable_path=None if own.exists() else other,
+            instance = playwright.chromium.launch(
+                executable_path=None if bundled.exists() else installed,
                 chromium_sandbox=sandbox,
             )
         except Error as error:
@@ -42,8 +42,8 @@ def browser() -> Iterator[Browser]:
                 f"Chromium does not start: {error.message}. Another one: make chromium",
                 1,
             )
-        yield started
-        started.close()
+        yield instance
+        instance.close()
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +57,8 @@ def shots() -> Path:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """JupyterLab on a copy of the notebooks, with settings of its own."""
-    with Server(tmp_path_factory.mktemp("lab"), ROOT) as started:
-        yield started
+    with Server(tmp_path_factory.mktemp("lab"), ROOT) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +87,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of ``make reproduce`` after notebook 03 ran at demo scale: two schedules and static 8, three seeds."""
     runs = tmp_path_factory.mktemp("runs")
-    given = ["schedules=[CR, RR]", "static_bits=[8]", "seeds=[0, 1, 2]"]
+    parameters = ["schedules=[CR, RR]", "static_bits=[8]", "seeds=[0, 1, 2]"]
     command = [
         sys.executable,
         "-m",
@@ -98,7 +98,7 @@ def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--notebook",
         "03",
     ]
-    for parameter in given:
+    for parameter in parameters:
         command += ["--parameter", parameter]
     subprocess.run(
         command, check=True, cwd=ROOT, env={**os.environ, "CPT_RUNS_DIR": str(runs)}

@@ -59,7 +59,7 @@ class Server:
     """
 
     def __init__(self, folder: Path, root: Path) -> None:
-        self.notebooks, own = folder / "notebooks", folder / "jupyter"
+        self.notebooks, settings_folder = folder / "notebooks", folder / "jupyter"
         for path in copy_notebooks(self.notebooks):
             book = nbformat.read(path, as_version=4)
             for cell in book.cells:
@@ -67,7 +67,12 @@ class Server:
                     cell.outputs, cell.execution_count = [], None
             nbformat.write(book, path)
         for name, values in SETTINGS.items():
-            path = own / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+            path = (
+                settings_folder
+                / "settings"
+                / "@jupyterlab"
+                / f"{name}.jupyterlab-settings"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values), encoding="utf-8")
         with socket.socket() as free:
@@ -79,12 +84,12 @@ class Server:
             folder / "jupyter.log",
         )
         environment = {
-            "JUPYTER_CONFIG_DIR": own,
-            "JUPYTER_DATA_DIR": own,
-            "JUPYTER_RUNTIME_DIR": own / "runtime",
-            "JUPYTERLAB_SETTINGS_DIR": own / "settings",
-            "JUPYTERLAB_WORKSPACES_DIR": own / "workspaces",
-            "IPYTHONDIR": own / "ipython",
+            "JUPYTER_CONFIG_DIR": settings_folder,
+            "JUPYTER_DATA_DIR": settings_folder,
+            "JUPYTER_RUNTIME_DIR": settings_folder / "runtime",
+            "JUPYTERLAB_SETTINGS_DIR": settings_folder / "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": settings_folder / "workspaces",
+            "IPYTHONDIR": settings_folder / "ipython",
             "PYTHONPATH": root,
         }
         command = [
@@ -136,10 +141,10 @@ class Server:
     def ask(self, path: str, method: str = "GET") -> Any:
         """Return the answer of Jupyter's own interface."""
         headers = {"Authorization": f"token {self.token}"}
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{self.address}/{path}", None, headers, method=method
         )
-        with urllib.request.urlopen(asked) as answer:
+        with urllib.request.urlopen(request) as answer:
             return json.loads(answer.read() or "null")
 
     def stop_kernels(self) -> None:
@@ -184,7 +189,7 @@ class Notebook:
         code = [
             (i, c.source) for i, c in enumerate(self.cells) if c.cell_type == "code"
         ]
-        return {said: i for i, source in code for said in re.findall(pattern, source)}
+        return {group: i for i, source in code for group in re.findall(pattern, source)}
 
     def run_all(self) -> None:
         """Choose Run All Cells in the menu, and wait until no cell waits: all are done, or one failed."""
@@ -193,8 +198,8 @@ class Notebook:
         self.page.locator(
             ".jp-InputPrompt", has_text=re.compile(r"\d|\*")
         ).first.wait_for(timeout=20_000)
-        waiting = '() => ![...document.querySelectorAll(".jp-InputPrompt")].some(e => e.textContent.includes("*"))'
-        self.page.wait_for_function(waiting, timeout=1000 * PATIENCE)
+        is_idle = '() => ![...document.querySelectorAll(".jp-InputPrompt")].some(e => e.textContent.includes("*"))'
+        self.page.wait_for_function(is_idle, timeout=1000 * PATIENCE)
         self.page.locator(
             "[data-status=idle].jp-Notebook-ExecutionIndicator"
         ).wait_for()
@@ -211,9 +216,9 @@ class Notebook:
             self.page.keyboard.press("Control+a")
             self.page.keyboard.insert_text(source)
         self.page.keyboard.press("Control+Enter")
-        done = f"""() => Number(document.querySelectorAll(".jp-Notebook .jp-Cell")[{i}]
+        is_finished = f"""() => Number(document.querySelectorAll(".jp-Notebook .jp-Cell")[{i}]
             .querySelector(".jp-InputPrompt").textContent.replace(/\\D/g, "")) > {max(counts, default=0)}"""
-        self.page.wait_for_function(done, timeout=1000 * PATIENCE)
+        self.page.wait_for_function(is_finished, timeout=1000 * PATIENCE)
         return self.state()[i]["text"]
 
     def saved(self) -> Any:
@@ -224,8 +229,10 @@ class Notebook:
         end = time.monotonic() + 30
         while time.monotonic() < end:
             time.sleep(0.2)
-            if (now := self.path.read_bytes()) != before and now.endswith(b"}\n"):
-                return nbformat.reads(now.decode("utf-8"), as_version=4)
+            if (content := self.path.read_bytes()) != before and content.endswith(
+                b"}\n"
+            ):
+                return nbformat.reads(content.decode("utf-8"), as_version=4)
         raise TimeoutError(f"{self.path.name} was not saved")
 
     def picture(self, path: Path) -> None:

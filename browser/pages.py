@@ -11,19 +11,19 @@ from playwright.sync_api import Page, Request
 BAD = ("serious", "critical")
 
 
-class Heard:
+class PageLog:
     """What pages say that they should not: errors on the console, requests that fail or leave the machine.
 
     Args:
-        known: beginnings of what may be said.
+        allowed: beginnings of what may be said.
         offline: whether even a request to this machine is one too many.
 
     Attributes:
-        said: a line each.
+        messages: a line each.
     """
 
-    def __init__(self, known: Iterable[str] = (), offline: bool = False) -> None:
-        self.known, self.offline, self.said = tuple(known), offline, list[str]()
+    def __init__(self, allowed: Iterable[str] = (), offline: bool = False) -> None:
+        self.allowed, self.offline, self.messages = tuple(allowed), offline, list[str]()
 
     def listen(self, page: Page) -> None:
         """Hear a page from now on."""
@@ -41,9 +41,9 @@ class Heard:
                 self.note(f"status {r.status}: {r.url}") if r.status >= 400 else None
             ),
         )
-        page.on("request", self.asked)
+        page.on("request", self.note_request)
 
-    def asked(self, request: Request) -> None:
+    def note_request(self, request: Request) -> None:
         """Note what leaves the machine."""
         local = request.url.startswith(("data:", "blob:", "file:"))
         if not local and (
@@ -54,11 +54,11 @@ class Heard:
 
     def note(self, line: str) -> None:
         """Keep a line, if it is not known."""
-        if not line.startswith(self.known):
-            self.said.append(line)
+        if not line.startswith(self.allowed):
+            self.messages.append(line)
 
 
-def accessible(
+def assert_accessible(
     page: Page, context: Mapping[str, Any] | None = None, without: Iterable[str] = ()
 ) -> None:
     """Assert that axe finds nothing serious or critical.
@@ -74,11 +74,11 @@ def accessible(
         "preload": False,
         "rules": {rule: {"enabled": False} for rule in without},
     }
-    found = Axe().run(page, context, options).response["violations"]
-    said = [
+    violations = Axe().run(page, context, options).response["violations"]
+    messages = [
         f"{finding['id']} ({finding['impact']}): {node['html'][:200]}: {node['failureSummary']}"
-        for finding in found
+        for finding in violations
         if finding["impact"] in BAD
         for node in finding["nodes"][:5]
     ]
-    assert not said, "\n".join(said)
+    assert not messages, "\n".join(messages)

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from browser.lab import RAW_MATHS, Notebook, Server
-from browser.pages import Heard, accessible
+from browser.pages import PageLog, assert_accessible
 from cpt_lessons.notebooks import notebooks
 
 WIDTH, HEIGHT = 1366, 768
@@ -39,14 +39,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def heard() -> Heard:
+def heard() -> PageLog:
     """What the page says to the console, and asks of the network."""
-    return Heard(ITS_OWN)
+    return PageLog(ITS_OWN)
 
 
 @pytest.fixture
 def book(
-    name: str, browser: Browser, server: Server, heard: Heard, shots: Path
+    name: str, browser: Browser, server: Server, heard: PageLog, shots: Path
 ) -> Iterator[Notebook]:
     """The notebook, open."""
     context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
@@ -58,7 +58,7 @@ def book(
     server.stop_kernels()
 
 
-def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
+def test_notebook(book: Notebook, heard: PageLog, shots: Path) -> None:
     """One test, for what comes later needs what ran before; every part says what it found."""
     stem, page = book.path.stem, book.page
     book.run_all()
@@ -80,13 +80,13 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
     assert all(
         c.execution_count for c in saved if c.cell_type == "code" and c.source.strip()
     )
-    drawn = [
+    figure_outputs = [
         o
         for c in saved
         for o in c.get("outputs", [])
         if "image/png" in o.get("data", {})
     ]
-    assert all(o.metadata.get("image/png", {}).get("alt") for o in drawn)
+    assert all(o.metadata.get("image/png", {}).get("alt") for o in figure_outputs)
     assert any(cell["pictures"] for cell in state)
 
     predictions(book)
@@ -95,26 +95,30 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
         page.emulate_media(color_scheme=scheme)
         light = "true" if scheme == "light" else "false"
         page.locator(f"body[data-jp-theme-light={light}]").wait_for(state="attached")
-        accessible(page, OURS, WITHOUT)
+        assert_accessible(page, OURS, WITHOUT)
     book.picture(shots / f"lab-{stem}-dark.png")
-    assert heard.said == []
+    assert heard.messages == []
 
 
 def predictions(book: Notebook) -> None:
     """A question is answered for those who have chosen, and for nobody else."""
-    asked = book.containing(r'exercises\.predict\(\s*"([^"]+)"')
-    told = book.containing(r'exercises\.reveal\(\s*"([^"]+)"')
-    assert asked or book.path.stem[:2] in NO_PREDICTION
-    assert set(asked) == set(told)
-    for question, at in told.items():
-        before = book.state()[at]["text"]
+    question_cells = book.containing(r'exercises\.predict\(\s*"([^"]+)"')
+    answer_cells = book.containing(r'exercises\.reveal\(\s*"([^"]+)"')
+    assert question_cells or book.path.stem[:2] in NO_PREDICTION
+    assert set(question_cells) == set(answer_cells)
+    for question, answer_cell in answer_cells.items():
+        before = book.state()[answer_cell]["text"]
         assert f"{question}: choose first" in before
         assert "the answer is" not in before
-        chosen = re.sub(
-            r'(predict\(\s*"[^"]+",\s*)""', r'\1"a"', book.cells[asked[question]].source
+        answered_source = re.sub(
+            r'(predict\(\s*"[^"]+",\s*)""',
+            r'\1"a"',
+            book.cells[question_cells[question]].source,
         )
-        assert f"{question}: noted 'a'" in book.run(asked[question], chosen)
-        assert f"{question}: the answer is" in book.run(at)
+        assert f"{question}: noted 'a'" in book.run(
+            question_cells[question], answered_source
+        )
+        assert f"{question}: the answer is" in book.run(answer_cell)
 
 
 def exercise(book: Notebook) -> None:
@@ -123,12 +127,14 @@ def exercise(book: Notebook) -> None:
     if book.path.stem[:2] == "14":
         assert not checks  # it tells what came out of earlier questions
         return
-    at = max(checks.values())  # the last cell with one; the solutions hold those of all
+    last_cell = max(
+        checks.values()
+    )  # the last cell with one; the solutions hold those of all
     solutions = book.path.parent / "solutions" / f"{book.path.name[:2]}_solutions.py"
     first = next(iter(checks))
-    said = book.run(
-        at,
+    output = book.run(
+        last_cell,
         f'{solutions.read_text(encoding="utf-8")}exercises.check("{first}", "nonsense")\n',
     )
-    assert re.findall(r"exercise (\S+): correct", said) == list(checks)
-    assert f"exercise {first}: not yet" in said
+    assert re.findall(r"exercise (\S+): correct", output) == list(checks)
+    assert f"exercise {first}: not yet" in output

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from browser.pages import Heard, accessible
+from browser.pages import PageLog, assert_accessible
 from cpt_lab.analysis.statistics import interval
 
 VIEWS: dict[str, dict[str, Any]] = {
@@ -69,16 +69,16 @@ CUT = """() => [...document.querySelectorAll(".content img")]
 
 
 @pytest.fixture
-def heard() -> Iterator[Heard]:
+def heard() -> Iterator[PageLog]:
     """What the page says; nothing may be said, and nothing asked of the network."""
-    said = Heard(offline=True)
+    said = PageLog(offline=True)
     yield said
-    assert said.said == []
+    assert said.messages == []
 
 
 @pytest.fixture
 def visit(
-    browser: Browser, heard: Heard, request: pytest.FixtureRequest
+    browser: Browser, heard: PageLog, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[str, str], Page]]:
     """Open a page in a view."""
     contexts = []
@@ -121,7 +121,7 @@ def test_page(
         page.evaluate(SHRUNK if name in OWN_PAGES else CUT.replace("WIDTH", str(width)))
         == []
     )
-    accessible(page)
+    assert_accessible(page)
 
 
 def test_reproduced_page_shows_runs_beside_paper(
@@ -162,13 +162,13 @@ def test_explorer(visit: Callable[[str, str], Page]) -> None:
     expect(train).to_have_text("Train", timeout=120_000)
     loss, accuracy = page.evaluate("[found.at(-1).loss, found.at(-1).accuracy]")
     mean, low, _ = interval(100 * (a - b) for a, b in zip(*accuracy, strict=True))
-    said = verdict.inner_text()
-    assert f"{mean:+.2f} ± {mean - low:.2f} points".replace("-", "−") in said
-    assert said.startswith("Too uncertain to say") == (abs(mean) <= mean - low)
+    verdict_text = verdict.inner_text()
+    assert f"{mean:+.2f} ± {mean - low:.2f} points".replace("-", "−") in verdict_text
+    assert verdict_text.startswith("Too uncertain to say") == (abs(mean) <= mean - low)
     assert max(map(max, loss)) < 1
     assert page.locator("#accuracy path").count() == 2 * 3 + 2
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    accessible(page)
+    assert_accessible(page)
     page.get_by_label("Cycles").press("ArrowLeft")  # three: RTH would end at q_min
     expect(page.locator("#problem")).to_contain_text("even number of cycles")
     expect(train).to_be_disabled()

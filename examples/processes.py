@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 import cpt_core as cpt
 from cpt_extras.integrations.distributed import synced_ranges
 
-STEPS, EACH = 200, 50  # steps, pictures of a step in every process
+STEPS, BATCH_PER_PROCESS = 200, 50  # steps, pictures of a step in every process
 
 
 def main():
@@ -34,9 +34,11 @@ def main():
     with synced_ranges():
         for step in range(STEPS):
             batch = torch.randint(
-                1200, (processes * EACH,), generator=torch.Generator().manual_seed(step)
+                1200,
+                (processes * BATCH_PER_PROCESS,),
+                generator=torch.Generator().manual_seed(step),
             )
-            i = batch.view(processes, EACH)[rank]
+            i = batch.view(processes, BATCH_PER_PROCESS)[rank]
             torch.nn.functional.cross_entropy(parallel(x[i]), y[i]).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -45,7 +47,7 @@ def main():
         with torch.no_grad(), cpt.precision(model.eval(), "q_max"):
             accuracy = float((model(x[1200:]).argmax(1) == y[1200:]).float().mean())
         whole_step = cpt.count_bitops(
-            model.train(), (x[: processes * EACH],), schedule
+            model.train(), (x[: processes * BATCH_PER_PROCESS],), schedule
         )  # the batch of all processes
         print(f"{processes} processes, accuracy {100 * accuracy:.1f} %")
         print(whole_step)

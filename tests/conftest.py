@@ -92,8 +92,8 @@ def command(
         monkeypatch.setattr(sys, "argv", ["cpt", *map(str, words)])
         with pytest.raises(SystemExit) as end:
             commands.main()
-        said = capsys.readouterr()
-        return end.value.code or 0, said.out, said.err
+        output = capsys.readouterr()
+        return end.value.code or 0, output.out, output.err
 
     return run
 
@@ -107,7 +107,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture(scope="session")
 def cpp_kernels() -> None:
     """Skips where there is no C++ compiler, or another backend is forced; where there is one, they must be active."""
-    found = backend()
-    if found.cpu != "cpp":
-        assert os.environ.get("CPT_KERNELS") or build.compiler() is None, str(found)
-        pytest.skip(f"on a CPU: {found.cpu} ({found.why['cpu']})")
+    active = backend()
+    if active.cpu != "cpp":
+        assert os.environ.get("CPT_KERNELS") or build.compiler() is None, str(active)
+        pytest.skip(f"on a CPU: {active.cpu} ({active.why['cpu']})")

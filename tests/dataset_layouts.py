@@ -48,16 +48,16 @@ def table(values, form="%d"):
     )  # the name of a test is made of it
 
 
-def image_archives(packed=False, held="test", seed=0):
+def image_archives(packed=False, test_part="test", seed=0):
     """Twelve images to train on and six to test on, of three classes, 8 x 8, in colour; packed: as JPEG files."""
     files, rng = {}, np.random.default_rng(seed)
-    for part, count in (("train", 12), (held, 6)):
+    for part, count in (("train", 12), (test_part, 6)):
         images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
         if packed:
-            ones = [picture((8, 8), "JPEG", 100 * count + i) for i in range(count)]
-            offsets = np.cumsum([0, *map(len, ones)])
+            jpegs = [picture((8, 8), "JPEG", 100 * count + i) for i in range(count)]
+            offsets = np.cumsum([0, *map(len, jpegs)])
             content = {
-                "jpeg": np.frombuffer(b"".join(ones), np.uint8),
+                "jpeg": np.frombuffer(b"".join(jpegs), np.uint8),
                 "offsets": offsets,
             }
         else:
@@ -197,13 +197,13 @@ def boxes(**lists):
 def annotated_picture(name, size=(60, 90), objects=(), mode="RGB"):
     """A picture of height x width and its annotation; objects as (class, box), and what stands behind the box."""
     tags = ("xmin", "ymin", "xmax", "ymax")
-    shown = "".join(
+    object_tags = "".join(
         f"<object><name>{kind}</name>{''.join(more)}"
         f"<bndbox>{''.join(f'<{t}>{v}</{t}>' for t, v in zip(tags, box, strict=True))}</bndbox></object>"
         for kind, box, *more in objects
     )
     height, width = size
-    xml = f"<annotation><size><width>{width}</width><height>{height}</height></size>{shown}</annotation>"
+    xml = f"<annotation><size><width>{width}</width><height>{height}</height></size>{object_tags}</annotation>"
     return {
         f"JPEGImages/{name}.jpg": picture(
             size, "JPEG", zlib.crc32(name.encode()), mode

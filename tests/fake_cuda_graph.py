@@ -8,7 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-READS = ("_local_scalar_dense", "nonzero", "equal", "item")  # of a number, by the host
+HOST_READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "item",
+)  # of a number, by the host
 
 
 def tensors(*values):
@@ -24,27 +29,30 @@ class Tape(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.made, self.before = [], {}, {}
+        self.calls, self.outputs_by_storage, self.contents_before = [], {}, {}
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
-        if call.overloadpacket.__name__ in READS:
+        if call.overloadpacket.__name__ in HOST_READS:
             raise RuntimeError(
                 f"{call} reads a number on the host: not permitted when a stream is capturing"
             )
         for t in tensors(args, kwargs):
             place = t.untyped_storage()
-            if place._cdata not in self.made and place._cdata not in self.before:
-                self.before[place._cdata] = (place, place.clone())
+            if (
+                place._cdata not in self.outputs_by_storage
+                and place._cdata not in self.contents_before
+            ):
+                self.contents_before[place._cdata] = (place, place.clone())
         out = call(*args, **(kwargs or {}))
         for t in tensors(out):
-            if t.untyped_storage()._cdata not in self.before:
-                self.made[t.untyped_storage()._cdata] = t
+            if t.untyped_storage()._cdata not in self.contents_before:
+                self.outputs_by_storage[t.untyped_storage()._cdata] = t
         self.calls.append((call, args, kwargs or {}, out))
         return out
 
     def undo(self):
         """Put back what the operations have changed."""
-        for place, content in self.before.values():
+        for place, content in self.contents_before.values():
             place.copy_(content)
 
     def replay(self):

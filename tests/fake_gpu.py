@@ -62,19 +62,22 @@ class PhantomTensor(torch.Tensor):
     """For Python a tensor on cuda:0; for C++ one without memory on the CPU, so that autograd needs no driver."""
 
     @staticmethod
-    def __new__(cls, held, requires_grad=False):
+    def __new__(cls, values_on_cpu, requires_grad=False):
         places = {}
-        if held.layout is torch.strided:
-            places = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        if values_on_cpu.layout is torch.strided:
+            places = {
+                "strides": values_on_cpu.stride(),
+                "storage_offset": values_on_cpu.storage_offset(),
+            }
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            held.size(),
-            dtype=held.dtype,
+            values_on_cpu.size(),
+            dtype=values_on_cpu.dtype,
             device="cpu",
             requires_grad=requires_grad,
             **places,
         )
-        self.held = held
+        self.values_on_cpu = values_on_cpu
         return self
 
     device = property(lambda self: CUDA)
@@ -82,10 +85,10 @@ class PhantomTensor(torch.Tensor):
     is_cpu = property(lambda self: False)
 
     def to(self, *args, **kwargs):
-        other = args and isinstance(args[0], torch.Tensor)
+        is_like_tensor = args and isinstance(args[0], torch.Tensor)
         device, dtype, *_ = (
             (args[0].device, args[0].dtype)
-            if other
+            if is_like_tensor
             else torch._C._nn._parse_to(*args, **kwargs)
         )
         if device is None or device.type == "cuda":
@@ -104,7 +107,7 @@ class PhantomTensor(torch.Tensor):
 
     def tolist(self):
         Phantom.active.wait("read")
-        return self.held.tolist()
+        return self.values_on_cpu.tolist()
 
     def numpy(self, **_):
         raise TypeError(
@@ -113,7 +116,9 @@ class PhantomTensor(torch.Tensor):
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            copy = PhantomTensor(self.held.detach().clone(), self.requires_grad)
+            copy = PhantomTensor(
+                self.values_on_cpu.detach().clone(), self.requires_grad
+            )
             memo[id(self)] = (
                 _parameter(copy, self.requires_grad)
                 if getattr(self, "_is_param", False)
@@ -122,7 +127,7 @@ class PhantomTensor(torch.Tensor):
         return memo[id(self)]
 
     def __repr__(self, **_):
-        return f"Phantom({self.held!r})"
+        return f"Phantom({self.values_on_cpu!r})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -137,7 +142,7 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         Phantom.active.wait("copy to host")
-        return x.held.detach().clone()
+        return x.values_on_cpu.detach().clone()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -156,20 +161,24 @@ class Phantom(TorchDispatchMode):
     Attributes:
         launches: how often every operation was started on it.
         waits: how often the host waited for it, by reason and place, such as "read training/train.py:170".
-        whole: whether gradients that autograd makes up belong on it; False for a program that runs on the CPU.
+        puts_gradients_on_gpu: whether gradients that autograd creates belong on it; False for a program on the CPU.
     """
 
     active = None
 
     def __init__(self):
         super().__init__()
-        self.launches, self.waits, self.whole = Counter(), Counter(), True
+        self.launches, self.waits, self.puts_gradients_on_gpu = (
+            Counter(),
+            Counter(),
+            True,
+        )
 
     def clear(self):
         self.launches.clear()
         self.waits.clear()
 
-    def wait(self, why):
+    def wait(self, reason):
         frame, outside = sys._getframe(1), None
         while frame is not None:
             file = frame.f_code.co_filename
@@ -181,7 +190,7 @@ class Phantom(TorchDispatchMode):
             frame = frame.f_back
         else:
             place = "elsewhere"
-        self.waits[f"{why} {place}" + (f" ({outside})" if outside else "")] += 1
+        self.waits[f"{reason} {place}" + (f" ({outside})" if outside else "")] += 1
 
     def __enter__(self):
         assert Phantom.active is None
@@ -217,43 +226,45 @@ class Phantom(TorchDispatchMode):
                 )
             finally:
                 super().__exit__(None, None, None)
-        given = tree_flatten((args, kwargs))[0]
-        ours = [x for x in given if isinstance(x, PhantomTensor)]
-        wanted = (
+        operands = tree_flatten((args, kwargs))[0]
+        phantoms = [x for x in operands if isinstance(x, PhantomTensor)]
+        target_type = (
             torch.device(kwargs["device"]).type
             if kwargs.get("device") is not None
             else None
         )
         if (
-            self.whole
+            self.puts_gradients_on_gpu
             and torch._C._current_graph_task_id() != -1
-            and (wanted == "cpu" or name == "zeros")
+            and (target_type == "cpu" or name == "zeros")
         ):
-            kwargs["device"], wanted = (
+            kwargs["device"], target_type = (
                 CUDA,
                 "cuda",
             )  # autograd makes it where C++ says that the output is
-        if not ours and wanted != "cuda":
+        if not phantoms and target_type != "cuda":
             return func(*args, **kwargs)
 
-        here = wanted == "cuda" or (
-            bool(ours) and wanted is None
+        is_on_gpu = target_type == "cuda" or (
+            bool(phantoms) and target_type is None
         )  # where the result is
-        self._check(func, name, args, given, ours)
-        self._count(name, args, kwargs, given, here)
-        if wanted == "cuda":
+        self._check(func, name, args, operands, phantoms)
+        self._count(name, args, kwargs, operands, is_on_gpu)
+        if target_type == "cuda":
             kwargs["device"] = torch.device("cpu")
         flat, form = tree_flatten((args, kwargs))
         plain_args, plain_kwargs = tree_unflatten(
-            [x.held if isinstance(x, PhantomTensor) else x for x in flat], form
+            [x.values_on_cpu if isinstance(x, PhantomTensor) else x for x in flat], form
         )
         out = func(*plain_args, **plain_kwargs)
-        if not here:
+        if not is_on_gpu:
             return out
         if name == "copy_" and not isinstance(args[0], PhantomTensor):
             return args[0]
         changed = (
-            {id(x.held): x for x in ours} if func._schema.is_mutable else {}
+            {id(x.values_on_cpu): x for x in phantoms}
+            if func._schema.is_mutable
+            else {}
         )  # in place: the same object again
 
         def wrap(x):
@@ -267,24 +278,24 @@ class Phantom(TorchDispatchMode):
 
         return tree_map(wrap, out)
 
-    def _check(self, func, name, args, given, ours):
-        others = [
+    def _check(self, func, name, args, operands, phantoms):
+        plain_tensors = [
             x
-            for x in given
+            for x in operands
             if isinstance(x, torch.Tensor) and not isinstance(x, PhantomTensor)
         ]
         # CUDA takes 0-d tensors of the CPU as numbers, copies them, and copies indices that lie on the CPU
-        strange = [x for x in others if x.dim() > 0 and not x.is_meta]
+        strange = [x for x in plain_tensors if x.dim() > 0 and not x.is_meta]
         allowed = name in COPIES or (
             name in INDEXING and isinstance(args[0], PhantomTensor)
         )
-        if ours and strange and not allowed:
+        if phantoms and strange and not allowed:
             shapes = [tuple(x.shape) for x in strange]
             raise MixedDevices(
                 f"Expected all tensors to be on the same device, found cuda:0 and cpu {shapes} in {func}"
             )
 
-    def _count(self, name, args, kwargs, given, here):
+    def _count(self, name, args, kwargs, operands, is_on_gpu):
         if name in DATA_DEPENDENT:
             self.wait(DATA_DEPENDENT[name])
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
@@ -297,20 +308,22 @@ class Phantom(TorchDispatchMode):
                 self.wait("copy to device")
         if name in COPIES:
             source = args[1] if name == "copy_" else args[0]
-            there = isinstance(args[0], PhantomTensor) if name == "copy_" else here
+            goes_to_gpu = (
+                isinstance(args[0], PhantomTensor) if name == "copy_" else is_on_gpu
+            )
             if (
                 isinstance(source, PhantomTensor)
-                and not there
+                and not goes_to_gpu
                 and kwargs.get("device") != torch.device("meta")
             ):
                 self.wait("copy to host")
-            elif not isinstance(source, PhantomTensor) and there:
+            elif not isinstance(source, PhantomTensor) and goes_to_gpu:
                 non_blocking = kwargs.get(
                     "non_blocking", name == "copy_" and len(args) > 2 and args[2]
                 )
                 if not (non_blocking and getattr(source, "_pinned", False)):
                     self.wait("copy to device")
-        if here and name not in NO_KERNEL:
+        if is_on_gpu and name not in NO_KERNEL:
             self.launches[name] += 1
 
 
@@ -347,7 +360,7 @@ def _patches():
             return {key: down(value) for key, value in x.items()}
         if isinstance(x, (tuple, list)):
             return type(x)(map(down, x))
-        return x.held.detach().clone() if isinstance(x, PhantomTensor) else x
+        return x.values_on_cpu.detach().clone() if isinstance(x, PhantomTensor) else x
 
     def save_down(content, *args, **kwargs):
         with _disable_current_modes():
@@ -358,7 +371,13 @@ def _patches():
             return csr(indptr, indices, values, *size, **kwargs)
         with _disable_current_modes():
             return PhantomTensor(
-                csr(indptr.held, indices.held, values.held, *size, **kwargs)
+                csr(
+                    indptr.values_on_cpu,
+                    indices.values_on_cpu,
+                    values.values_on_cpu,
+                    *size,
+                    **kwargs,
+                )
             )
 
     def pin_memory(self):

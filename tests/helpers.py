@@ -50,11 +50,13 @@ PROVENANCE = {
 }
 
 
-def run_command(*words, **how):
+def run_command(*words, **options):
     """Return what a command that ends well writes to stdout."""
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, **how)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(
+        [*map(str, words)], capture_output=True, text=True, **options
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def normal(*shape):
@@ -79,14 +81,14 @@ def quantize_gradient(y, steps, quantizer, key=None):
     return fake_quantize.operators.quantize_gradient(y, steps, quantizer.grid, key)
 
 
-def identical(found, expected):
+def identical(actual, expected):
     """Whether tensors agree in shape, type and every bit, NaN with NaN."""
     return all(
         a.shape == b.shape
         and a.dtype == b.dtype
         and torch.equal(a.isnan(), b.isnan())
         and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -117,14 +119,14 @@ class FunctionModule(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *inputs, **given):
-        return self.function(self, *inputs, **given)
+    def forward(self, *inputs, **options):
+        return self.function(self, *inputs, **options)
 
 
-def reported(model, *inputs):
+def reported_operations(model, *inputs):
     """Return the matmuls and convolutions that the mode of a converted model reports of a forward pass."""
-    mode, found = mode_of(model), []
-    mode.on_operation = lambda operation, output: found.append(operation)
+    mode, operations = mode_of(model), []
+    mode.on_operation = lambda operation, output: operations.append(operation)
     try:
         with patch.dict(
             COUNTED_FUNCTIONS, clear=True
@@ -132,7 +134,7 @@ def reported(model, *inputs):
             model(*inputs)
     finally:
         mode.on_operation = None
-    return [operation for operation in found if not operation.part]
+    return [operation for operation in operations if not operation.part]
 
 
 def mode_of(model):
@@ -185,15 +187,15 @@ def losses_of(model, schedule, loss, steps, **sgd):
         torch.optim.SGD(model.parameters(), **{"lr": 0.1} | sgd),
         PrecisionScheduler(model, schedule),
     )
-    found = []
+    losses = []
     for step in range(steps):
         optimizer.zero_grad()
         value = loss(step)
         value.backward()
         optimizer.step()
         scheduler.step()
-        found.append(value.item())
-    return found
+        losses.append(value.item())
+    return losses
 
 
 def make(name="CR", **changes):
@@ -209,10 +211,10 @@ def quietly(call, *args, **kwargs):
         return call(*args, **kwargs)
 
 
-def refused(message, call, /, *given, error=ValueError, **options):
+def refused(message, call, /, *args, error=ValueError, **options):
     """Assert that a call is refused with a message."""
     with pytest.raises(error, match=message):
-        call(*given, **options)
+        call(*args, **options)
 
 
 def price(bits, q_max=8):
@@ -272,7 +274,7 @@ def row_of(spec, value, metric="accuracy", status="ok") -> ResultRow:
     }
 
 
-def kept_row(spec, value, **changes) -> ResultRow:
+def stored_row(spec, value, **changes) -> ResultRow:
     """A row with what stores and their readers ask for besides."""
     return {
         **row_of(spec, value),
@@ -283,7 +285,7 @@ def kept_row(spec, value, **changes) -> ResultRow:
     }
 
 
-def written(path, *rows):
+def write_rows(path, *rows):
     """Write rows into a file as JSON, one a line, without digests; return the file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -305,7 +307,7 @@ def running_ranges(model):
     ]
 
 
-def same(a, b):
+def same_parameters(a, b):
     """Whether two models have the same parameters, bit for bit."""
     return all(
         torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True)
@@ -325,9 +327,9 @@ def smoke_spec(dataset, /, arm="static 8", seed=0, model=None, **changes):
 
 def specs_of(*arms, seeds=(0,), **changes):
     """Return short smoke runs of the digits, an arm and a seed each."""
-    given = {"steps": 10, "n_cycles": 2, **changes}
+    settings = {"steps": 10, "n_cycles": 2, **changes}
     return designs.quality_cost(
-        "smoke", schedules=arms, static_bits=[], seeds=seeds, **given
+        "smoke", schedules=arms, static_bits=[], seeds=seeds, **settings
     )
 
 

@@ -21,7 +21,7 @@ OVERVIEWS = ("12", "13", "14")  # lessons that may do without predictions and ex
 PREDICTING = [p for p in COURSE if p.name[:2] not in (*PAPER, *OVERVIEWS)]
 
 # What trains, measures or computes in float32 gives other last digits, or more than that, on another machine.
-RAN = {
+MACHINE_DEPENDENT = {
     "backward",
     "precision_range_test",
     "promise_and_machine",
@@ -54,7 +54,7 @@ def pictures(book):
     ]
 
 
-def reached(book, roots):
+def dependent_cells(book, roots):
     """Return the ids of the cells whose last statement uses a root, or a name that was assigned from one."""
     names, ids = set(), set()
     for cell in book.cells:
@@ -78,6 +78,10 @@ def _names(statement):
     local |= {n.arg for n in nodes if isinstance(n, ast.arg)}
     variables = [n for n in nodes if isinstance(n, ast.Name) and n.id not in local]
     read = {n.id for n in variables if isinstance(n.ctx, ast.Load)}
-    written = {n.id for n in variables if isinstance(n.ctx, ast.Store)}
-    written |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-    return read | {n.attr for n in nodes if isinstance(n, ast.Attribute)}, read, written
+    assigned = {n.id for n in variables if isinstance(n.ctx, ast.Store)}
+    assigned |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    return (
+        read | {n.attr for n in nodes if isinstance(n, ast.Attribute)},
+        read,
+        assigned,
+    )

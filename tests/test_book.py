@@ -179,7 +179,7 @@ DEAD = {
 
 def test_a_link_to_a_file_leads_to_its_page():
     text = "[a](LICENSE#x) [b](cpt_core/schedules) [c](README.md) [d](https://e.org) `[e](f)`\n```\n[g](h)\n```\n"
-    led, reached = pages.relinked(ROOT / "README.md", text, [ROOT / "README.md"])
+    led, reached = pages.relink(ROOT / "README.md", text, [ROOT / "README.md"])
     assert led == text.replace("LICENSE#x", "LICENSE.md#x").replace(
         "cpt_core/schedules", "cpt_core/schedules/index.md"
     )
@@ -188,7 +188,7 @@ def test_a_link_to_a_file_leads_to_its_page():
         FileNotFoundError,
         match=r"docs/sweeps\.md links to nowhere\.md, which is not there",
     ):
-        pages.relinked(ROOT / "docs/sweeps.md", "[a](nowhere.md)", [])
+        pages.relink(ROOT / "docs/sweeps.md", "[a](nowhere.md)", [])
 
 
 def test_public_names_in_a_docstring_lead_to_their_pages():

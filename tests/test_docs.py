@@ -282,7 +282,7 @@ def test_the_page_on_sweeps_prices_the_whole_paper():
         spec.key: name for name, made in reversed(of_paper) for spec in made
     }  # a run counts in its first grid
     assert dict(zip(rows.grid, rows.runs, strict=True)) == Counter(keys.values())
-    priced = paper_scale.priced(rows, 10, 2)
+    priced = paper_scale.add_prices(rows, 10, 2)
     names = {
         "CIFAR-10 and CIFAR-100": "cifar",
         "ImageNet": "imagenet",

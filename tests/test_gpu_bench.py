@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def read(folder, part):
-    return json.loads((folder / f"{part}.json").read_text()), stages.read(
+    return json.loads((folder / f"{part}.json").read_text()), stages.read_rows(
         folder / f"{part}.jsonl"
     )
 
@@ -129,9 +129,11 @@ def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(
     assert (found["ok"], found["left"]) == (1, 1)
     monkeypatch.setattr(parts, "run_grid", run_grid)
     monkeypatch.setattr(
-        parts, "evidence_of", lambda options: {"runs": partial(parts.evidence, options)}
+        parts,
+        "evidence_stages",
+        lambda options: {"runs": partial(parts.evidence, options)},
     )
-    monkeypatch.setitem(hour.PARTS, "evidence", parts.evidence_of)
+    monkeypatch.setitem(hour.PARTS, "evidence", parts.evidence_stages)
     assert hour.main(["evidence", "--dry"]) == 0
     assert [row["key"] for row in stores.load_rows(store)] == [
         spec.key for spec in specs
@@ -196,8 +198,8 @@ def test_a_part_stops_at_its_limit_and_goes_on(folder, monkeypatch):
 def test_a_stage_that_ends_its_process_is_tried_twice(folder, monkeypatch):
     fake(monkeypatch, deadly=lambda: {"ms": 1.0}, next=lambda: {"ms": 2.0})
     begun = {"stage": "deadly", "status": "started", "where": {}}
-    stages.append(folder / "speed.jsonl", begun)
-    stages.append(folder / "speed.jsonl", begun)
+    stages.append_row(folder / "speed.jsonl", begun)
+    stages.append_row(folder / "speed.jsonl", begun)
     with open(folder / "speed.jsonl", "a") as file:
         file.write('{"stage": "next", "sta')  # killed while it wrote
     assert hour.main(["speed", "--dry"]) == 1

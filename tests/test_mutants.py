@@ -6,7 +6,15 @@ import pytest
 from helpers import refused, run_command
 
 from bench import mutants
-from bench.mutants import Mutant, canary, made, nearest, problem, table, tried
+from bench.mutants import (
+    Mutant,
+    find_problem,
+    make_mutants,
+    nearest_tests,
+    read_mutants,
+    try_all,
+    try_mutant,
+)
 from bench.mutation_operators import changed_lines, changes
 from cpt_lab.paths import ROOT
 
@@ -30,14 +38,14 @@ def mutant(before, after, test="test_half.py::test_half"):
 
 
 def test_every_mutant_fits_the_package_and_its_tests_are_there():
-    assert [(str(m), why) for m in table() if (why := problem(m))] == []
+    assert [(str(m), why) for m in read_mutants() if (why := find_problem(m))] == []
 
 
 def test_every_room_has_mutants():
     rooms = {
         p.parent.relative_to(ROOT).as_posix() for p in ROOT.glob("cpt_*/*/__init__.py")
     }
-    assert rooms <= {"/".join(m.file.split("/")[:2]) for m in table()}
+    assert rooms <= {"/".join(m.file.split("/")[:2]) for m in read_mutants()}
 
 
 @pytest.mark.parametrize(
@@ -59,8 +67,8 @@ def test_every_room_has_mutants():
     ],
 )
 def test_a_mutant_that_fits_no_more_is_an_error_of_its_own(change, why, project):
-    assert why in problem(mutant(*change), project)
-    assert tried(mutant(*change), project).startswith("STALE: ")
+    assert why in find_problem(mutant(*change), project)
+    assert try_mutant(mutant(*change), project).startswith("STALE: ")
 
 
 def test_whatever_is_not_killed_fails_the_canary(project, capsys):
@@ -69,8 +77,8 @@ def test_whatever_is_not_killed_fails_the_canary(project, capsys):
         mutant("x / 2", "x * 0.5"),
         mutant("half(x)", "halve(x)"),
     )
-    assert canary([killed], 1, project)
-    assert not canary([killed, alive, broken], 2, project)
+    assert try_all([killed], 1, project)
+    assert not try_all([killed, alive, broken], 2, project)
     said = [
         line
         for line in capsys.readouterr().out.splitlines()
@@ -87,7 +95,7 @@ def test_whatever_is_not_killed_fails_the_canary(project, capsys):
 
 
 def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
-    assert not canary([mutant("x / 2", "x", "test_red.py")], 2, project)
+    assert not try_all([mutant("x / 2", "x", "test_red.py")], 2, project)
     assert "the tests are not green without a mutant either" in capsys.readouterr().out
 
 
@@ -154,10 +162,10 @@ def test_a_change_is_of_its_lines_alone_and_makes_python(file):
     found = changes(source, wanted)
     assert len(found) > 10
     for change in found:
-        assert problem(Mutant(file, *change, ("test_mutants.py",))) == ""
+        assert find_problem(Mutant(file, *change, ("test_mutants.py",))) == ""
         other = source.replace(change.before, change.after)
         assert ast.dump(ast.parse(other)) != ast.dump(ast.parse(source))
-        first = int(change.what.removeprefix("line ").partition(":")[0])
+        first = int(change.description.removeprefix("line ").partition(":")[0])
         same = next(
             i
             for i, (a, b) in enumerate(zip(lines, other.splitlines(), strict=False), 1)
@@ -224,9 +232,11 @@ def test_lines_that_a_commit_does_not_have(repository):
 
 
 def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, capsys):
-    found = [m for m in made("HEAD~1", repository) if m.file == "cpt_core/half.py"]
+    found = [
+        m for m in make_mutants("HEAD~1", repository) if m.file == "cpt_core/half.py"
+    ]
     assert {m.tests for m in found} == {("test_half.py",)}
-    assert not canary(found, 1, repository)
+    assert not try_all(found, 1, repository)
     assert capsys.readouterr().out.splitlines() == [
         "cpt_core/half.py: line 6: `return x - 0` becomes `return`: killed by test_half.py::test_less",
         "cpt_core/half.py: line 6: `x - 0` becomes `x + 0`: SURVIVED",
@@ -240,9 +250,9 @@ def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, c
         "def less",
         "1 / 0\n\n\ndef less",
         ("test_half.py",),
-        made=True,
+        is_generated=True,
     )
-    assert tried(stops, repository) == "killed, its tests do not run"
+    assert try_mutant(stops, repository) == "killed, its tests do not run"
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -250,15 +260,15 @@ def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
     chosen = []
 
     def tried(drawn, jobs):
-        chosen.append([m.what for m in drawn])
+        chosen.append([m.description for m in drawn])
         return not alive
 
     monkeypatch.setattr(
         mutants,
-        "made",
+        "make_mutants",
         lambda ref: [Mutant(f"{ref}.py", str(i), "", "", ()) for i in range(30)],
     )
-    monkeypatch.setattr(mutants, "canary", tried)
+    monkeypatch.setattr(mutants, "try_all", tried)
     for words in ("", "", "--seed 1", "--most 50", "--only 2"):
         monkeypatch.setattr(
             "sys.argv", ["mutants", "--changed", "main", "--most", "9", *words.split()]
@@ -295,12 +305,12 @@ def test_the_nearest_tests_come_first():
         "test_b.py": "from cpt_lab.room import old, new\n",
         "test_c.py": "from cpt_lab.room.newer import x",
     }
-    assert nearest("cpt_lab/room/new.py", texts) == (
+    assert nearest_tests("cpt_lab/room/new.py", texts) == (
         "room/test_the_new_one.py",
         "test_a.py",
         "test_b.py",
     )
-    assert nearest("cpt_lab/room/else.py", texts) == (
+    assert nearest_tests("cpt_lab/room/else.py", texts) == (
         "room/test_other.py",
         "room/test_the_new_one.py",
     )

@@ -23,7 +23,9 @@ def test_parameters_page_has_every_parameter_of_every_notebook():
 
 def test_declared_reads_types_defaults_and_comments():
     source = 'a: list = ["x", 1]  # one | two # three\nb = None\nc = True\nd: dict = {\n    "#": 1,\n}  # last\n'
-    assert [tuple(parameter) for parameter in parameters.declared(source)] == [
+    assert [
+        tuple(parameter) for parameter in parameters.declared_parameters(source)
+    ] == [
         ("a", "list", '["x", 1]', "one | two # three"),
         ("b", "", "None", ""),
         ("c", "bool", "True", ""),

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from bench.scaling import CASES, CONSTANT, MAX_RATIO, made
+from bench.scaling import CASES, CONSTANT, MAX_RATIO, make_call
 from bench.work import Work, count_work, ratios
 from book.public_names import reference
 
@@ -16,8 +16,8 @@ COVERED = {name for case in CASES.values() for name in case.covers.split()}
 def test_work_grows_with_the_input(name, tmp_path):
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):
-        made(case, case.n, tmp_path / "first")()  # imports, caches, kernels
-        work = [count_work(made(case, n, tmp_path)) for n in (case.n, 4 * case.n)]
+        make_call(case, case.n, tmp_path / "first")()  # imports, caches, kernels
+        work = [count_work(make_call(case, n, tmp_path)) for n in (case.n, 4 * case.n)]
     found = ratios(*work)
     assert {kind: ratio for kind, ratio in found.items() if ratio > MAX_RATIO} == {}, (
         work

@@ -22,7 +22,13 @@ import sys
 import torch
 
 from bench.gpu.parts import PARTS
-from bench.gpu.stages import Options, forget_failures, run_stages, summary, where
+from bench.gpu.stages import (
+    Options,
+    describe_environment,
+    forget_failures,
+    run_stages,
+    summary,
+)
 from cpt_lab.paths import runs_dir
 
 SPARE = 60.0  # seconds after the limit at which a stage that hangs is ended, and its traceback written
@@ -51,31 +57,38 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, help="runs at a time of the part evidence"
     )
-    given = parser.parse_args(words)
-    device = "cpu" if given.dry else "cuda"
+    arguments = parser.parse_args(words)
+    device = "cpu" if arguments.dry else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --dry rehearses on the CPU")
-    folder = runs_dir() / ("gpu-dry" if given.dry else "gpu")
+    folder = runs_dir() / ("gpu-dry" if arguments.dry else "gpu")
     options = Options(
-        given.part, device, given.dry, given.seconds, given.workers, folder
+        arguments.part,
+        device,
+        arguments.dry,
+        arguments.seconds,
+        arguments.workers,
+        folder,
     )
-    if given.again:
+    if arguments.again:
         forget_failures(options.rows)
-    asked = given.only.split(",")
+    filters = arguments.only.split(",")
     stages = {
         n: s
-        for n, s in PARTS[given.part](options).items()
-        if any(word in n for word in asked)
+        for n, s in PARTS[arguments.part](options).items()
+        if any(word in n for word in filters)
     }
     if not stages:
-        parser.error(f"no stage of {given.part} has one of {given.only!r} in its name")
-    here = where(device)
-    faulthandler.dump_traceback_later(given.seconds + SPARE, exit=True)
+        parser.error(
+            f"no stage of {arguments.part} has one of {arguments.only!r} in its name"
+        )
+    environment = describe_environment(device)
+    faulthandler.dump_traceback_later(arguments.seconds + SPARE, exit=True)
     try:
-        done = run_stages(stages, options, here)
+        rows = run_stages(stages, options, environment)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    return summary(options, list(stages), done, here)
+    return summary(options, list(stages), rows, environment)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ STEPS, STOP = 8, 3
 
 def versions(device: str) -> dict[str, Any]:
     """What the numbers depend on."""
-    found: dict[str, Any] = {
+    details: dict[str, Any] = {
         "tf32": [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
     }
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        found |= {
+        details |= {
             "total_gb": total / 2**30,
             "free_gb": free / 2**30,
             "capability": torch.cuda.get_device_capability(),
@@ -50,31 +50,35 @@ def versions(device: str) -> dict[str, Any]:
             "--query-gpu=driver_version,compute_mode,mig.mode.current",
             "--format=csv,noheader",
         ]
-        found["driver"] = subprocess.run(
+        details["driver"] = subprocess.run(
             query, capture_output=True, text=True, check=True
         ).stdout.strip()
-    return found | {"kernels": str(backend())}
+    return details | {"kernels": str(backend())}
 
 
 def quantisers(device: str) -> dict[str, Any]:
     """Numbers that differ, by granularity and bits; a mean over samples may differ in its last digit."""
     x = torch.randn(64, 32, 16, 16, generator=torch.Generator().manual_seed(0))
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name in RANGE_FUNCTIONS:
         for q in BITS:
-            here, there = (
+            on_cpu, on_device = (
                 quantize(x, q, Quantizer(name)),
                 quantize(x.to(device), q, Quantizer(name)).cpu(),
             )
-            found[f"{name} q={q}"] = int((here != there).sum())
-        key, levels = torch.tensor(7), torch.tensor(255.0)
-        here = fake_quantize(x, levels, name, key)[0]
-        there = fake_quantize(
-            *(t.to(device) for t in (x, levels)), name, key.to(device)
+            differences[f"{name} q={q}"] = int((on_cpu != on_device).sum())
+        key, steps = torch.tensor(7), torch.tensor(255.0)
+        on_cpu = fake_quantize(x, steps, name, key)[0]
+        on_device = fake_quantize(
+            *(t.to(device) for t in (x, steps)), name, key.to(device)
         )[0].cpu()
-        found[f"{name}, stochastic"] = int((here != there).sum())
-    wrong = [name for name, count in found.items() if count and "mean" not in name]
-    return found | ({"failed": f"not bit for bit: {', '.join(wrong)}"} if wrong else {})
+        differences[f"{name}, stochastic"] = int((on_cpu != on_device).sum())
+    inexact = [
+        name for name, count in differences.items() if count and "mean" not in name
+    ]
+    return differences | (
+        {"failed": f"not bit for bit: {', '.join(inexact)}"} if inexact else {}
+    )
 
 
 def _graph() -> Graph:
@@ -102,8 +106,8 @@ class _First(nn.Module):
         return self.layer(x)[0]
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-9))
+def _relative_difference(expected: Tensor, actual: Tensor) -> float:
+    return float((expected - actual).abs().max() / expected.abs().max().clamp_min(1e-9))
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -136,23 +140,30 @@ def layer(name: str, device: str, on_codes: bool = False) -> dict[str, Any]:
     )
     model = quantize_(make(), config.with_gradient_rounding("nearest"))
     results = []
-    for where in ("cpu", device):
-        there = copy.deepcopy(model).to(where)
-        given = x.to(where).detach().requires_grad_()
-        with precision(there, 8):
-            y = there(given)
+    for place in ("cpu", device):
+        placed = copy.deepcopy(model).to(place)
+        inputs = x.to(place).detach().requires_grad_()
+        with precision(placed, 8):
+            y = placed(inputs)
             y.square().sum().backward()
         results.append(
-            [y, given.grad, *(p.grad for p in there.parameters() if p.grad is not None)]
+            [
+                y,
+                inputs.grad,
+                *(p.grad for p in placed.parameters() if p.grad is not None),
+            ]
         )
-    far = [
-        _apart(a.detach().cpu(), b.detach().cpu())
+    differences = [
+        _relative_difference(a.detach().cpu(), b.detach().cpu())
         for a, b in zip(*results, strict=True)
     ]
-    found: dict[str, Any] = {"output": far[0], "gradients": max(far[1:])}
-    return found | (
-        {"failed": f"{max(far):.2g} of the largest number apart"}
-        if max(far) > 0.02
+    differences_by_part: dict[str, Any] = {
+        "output": differences[0],
+        "gradients": max(differences[1:]),
+    }
+    return differences_by_part | (
+        {"failed": f"{max(differences):.2g} of the largest number apart"}
+        if max(differences) > 0.02
         else {}
     )
 
@@ -187,17 +198,17 @@ def task(name: str, device: str) -> dict[str, Any]:
     spec = run_spec(base, "CR", q_max=8, seed=0, scale="smoke")
     kind = load_task_class(spec)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        whole, again = (train(kind, spec, device=device) for _ in range(2))
-        near = abs(_first_loss(base, device) - _first_loss(base, "cpu"))
+        uninterrupted, repeated = (train(kind, spec, device=device) for _ in range(2))
+        cpu_difference = abs(_first_loss(base, device) - _first_loss(base, "cpu"))
         with tempfile.TemporaryDirectory() as folder:
-            file, asked = Path(folder) / "run.pt", iter(range(STEPS))
+            file, steps_done = Path(folder) / "run.pt", iter(range(STEPS))
             try:
                 train(
                     kind,
                     spec,
                     device=device,
                     checkpoint=file,
-                    should_stop=lambda: next(asked) == STOP,
+                    should_stop=lambda: next(steps_done) == STOP,
                 )
             except Stopped:
                 pass
@@ -206,35 +217,39 @@ def task(name: str, device: str) -> dict[str, Any]:
     def apart(a: list[float], b: list[float]) -> float:
         return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
-    losses = whole.history["loss"]
-    repeat, far = (
-        apart(losses, again.history["loss"]),
+    losses = uninterrupted.history["loss"]
+    repeat_difference, resumed_difference = (
+        apart(losses, repeated.history["loss"]),
         apart(losses, resumed.history["loss"]),
     )
-    found: dict[str, Any] = {
-        "first_to_cpu": near,
-        "repeat": repeat,
-        "resumed": far,
-        "captured": whole.captured,
-        "why_not_captured": whole.uncaptured_reason,
+    details: dict[str, Any] = {
+        "first_to_cpu": cpu_difference,
+        "repeat": repeat_difference,
+        "resumed": resumed_difference,
+        "captured": uninterrupted.captured,
+        "why_not_captured": uninterrupted.why_not_captured,
     }
-    wrong = [
-        f"the first loss is {near:.2g} from the CPU's" if near > 1e-3 else "",
-        f"the resumed run is {far:.2g} from the whole one"
-        if far > 1e-5 + 3 * repeat
+    faults = [
+        f"the first loss is {cpu_difference:.2g} from the CPU's"
+        if cpu_difference > 1e-3
+        else "",
+        f"the resumed run is {resumed_difference:.2g} from the whole one"
+        if resumed_difference > 1e-5 + 3 * repeat_difference
         else "",
     ]
-    return found | ({"failed": "; ".join(filter(None, wrong))} if any(wrong) else {})
+    return details | (
+        {"failed": "; ".join(filter(None, faults))} if any(faults) else {}
+    )
 
 
 def _first_loss(base: Recipe, device: str) -> float:
     """Return the loss of a first batch at 16 bits, without what every device draws for itself: dropout, neighbours."""
-    off = {
+    without_randomness = {
         name: value
         for name, value in {"dropout": 0.0, "fanout": 10_000}.items()
         if hasattr(base, name)
     }
-    still = replace(base, **off)
-    spec = run_spec(still, "static 16", q_max=16, seed=0, scale="smoke")
+    deterministic = replace(base, **without_randomness)
+    spec = run_spec(deterministic, "static 16", q_max=16, seed=0, scale="smoke")
     session = Session(load_task_class(spec), spec, device)
     return float(session.step(next(session.task.batches(0)), 0.0))

@@ -43,8 +43,8 @@ DRY_BERT = {"padding": "max", "hidden": 16, "layers": 1, "batch": 4, "train_pair
 
 
 def _paper(dataset: str, model: str, **changes: Any) -> Recipe:
-    own = changes.pop("like", model)
-    return replace(recipe("paper", dataset, own), model=model, **changes)
+    source_model = changes.pop("like", model)
+    return replace(recipe("paper", dataset, source_model), model=model, **changes)
 
 
 # name -> recipe at full size, recipe of the rehearsal; all with random data of these shapes
@@ -110,12 +110,12 @@ def backend_context(kind: str) -> AbstractContextManager[None]:
 @contextmanager
 def environment(**values: str) -> Any:
     """Set variables of the environment inside the block."""
-    before = {name: os.environ.get(name) for name in values}
+    former = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in former.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 

@@ -20,7 +20,7 @@ import torch
 
 from bench.gpu import checks
 from bench.gpu.models import KINDS, MODELS, backend_context, is_quantised, session_of
-from bench.gpu.stages import Options, Stage, ended, read
+from bench.gpu.stages import Options, Stage, finished_rows, read_rows
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import CHECKOUT
@@ -32,7 +32,7 @@ from cpt_lab.training.session import Session
 WARM_UP = 5  # the captured kind records its step after three
 
 
-def checks_of(options: Options) -> dict[str, Stage]:
+def check_stages(options: Options) -> dict[str, Stage]:
     """The tests that need CUDA, and what must be the same on both devices."""
     return {
         "versions": partial(checks.versions, options.device),
@@ -56,9 +56,9 @@ def checks_of(options: Options) -> dict[str, Stage]:
 def _tests(options: Options) -> dict[str, Any]:
     """Run the tests that are marked ``gpu``; of a rehearsal one that is not."""
     assert CHECKOUT is not None
-    which = ["-m", "gpu", "tests"]
+    selection = ["-m", "gpu", "tests"]
     if options.dry:
-        which = [
+        selection = [
             "-m",
             "not gpu",
             "tests/graphs/test_graph.py",
@@ -66,7 +66,7 @@ def _tests(options: Options) -> dict[str, Any]:
             "as_a_dense_product_does",
         ]
     elif importlib.util.find_spec("xdist"):
-        which += ["-n", "4"]
+        selection += ["-n", "4"]
     command = [
         sys.executable,
         "-m",
@@ -80,40 +80,56 @@ def _tests(options: Options) -> dict[str, Any]:
         "-W",
         "ignore::DeprecationWarning",
         "--continue-on-collection-errors",
-        *which,
+        *selection,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
         timeout=min(300.0, options.seconds),
     )
-    lines = done.stdout.strip().splitlines()
-    bad = [found for found in lines if found.startswith(("FAILED", "ERROR"))]
+    lines = process.stdout.strip().splitlines()
+    failures = [
+        summary_row
+        for summary_row in lines
+        if summary_row.startswith(("FAILED", "ERROR"))
+    ]
     # files of tests for libraries that are not here: pytest's list of errors does not say why
-    parts = re.split(r"^_+ ERROR collecting (\S+) _+$", done.stdout, flags=re.MULTILINE)
-    without = {
+    collection_errors = re.split(
+        r"^_+ ERROR collecting (\S+) _+$", process.stdout, flags=re.MULTILINE
+    )
+    missing_libraries = {
         name
-        for name, why in zip(parts[1::2], parts[2::2], strict=True)
+        for name, why in zip(
+            collection_errors[1::2], collection_errors[2::2], strict=True
+        )
         if "ModuleNotFoundError" in why
     }
-    lacking = [found for found in bad if found.split()[1] in without]
-    failed = [found for found in bad if found not in lacking]
-    found = {
-        "summary": lines[-1] if lines else done.stderr[-500:],
-        "failures": failed,
-        "left_out": lacking,
+    left_out = [
+        summary_row
+        for summary_row in failures
+        if summary_row.split()[1] in missing_libraries
+    ]
+    real_failures = [
+        summary_row for summary_row in failures if summary_row not in left_out
+    ]
+    summary_row = {
+        "summary": lines[-1] if lines else process.stderr[-500:],
+        "failures": real_failures,
+        "left_out": left_out,
     }
-    wrong = (
-        bool(failed)
-        or done.returncode not in (0, 1, 2)
-        or (done.returncode > 0 and not lacking)
+    has_failed = (
+        bool(real_failures)
+        or process.returncode not in (0, 1, 2)
+        or (process.returncode > 0 and not left_out)
     )
-    return found | {"failed": f"pytest ended with {done.returncode}" if wrong else ""}
+    return summary_row | {
+        "failed": f"pytest ended with {process.returncode}" if has_failed else ""
+    }
 
 
-def steps_of(options: Options) -> dict[str, Stage]:
+def step_stages(options: Options) -> dict[str, Stage]:
     """Every model in every kind, the kinds of a model one after the other."""
     kinds = [kind for kind in KINDS if not (options.dry and "TF32" in kind)]
     make = speed if options.part == "speed" else memory
@@ -145,13 +161,17 @@ def speed(name: str, kind: str, options: Options) -> dict[str, Any]:
     session, step = _step(name, kind, options)
     for _ in range(WARM_UP):
         loss = step()
-    found: dict[str, Any] = timed(step, 2 if options.dry else 20, options.device)
-    found["failed"] = _wrong(session, kind, loss)
-    base = ended(read(options.rows)).get(f"{name}, float32", {}).get("values")
-    return found | ({"ratio": found["ms"] / base["ms"]} if base else {})
+    times: dict[str, Any] = measure_step(step, 2 if options.dry else 20, options.device)
+    times["failed"] = _find_fault(session, kind, loss)
+    float32_times = (
+        finished_rows(read_rows(options.rows)).get(f"{name}, float32", {}).get("values")
+    )
+    return times | (
+        {"ratio": times["ms"] / float32_times["ms"]} if float32_times else {}
+    )
 
 
-def _wrong(session: Session, kind: str, loss: torch.Tensor) -> str:
+def _find_fault(session: Session, kind: str, loss: torch.Tensor) -> str:
     """What makes a measurement worthless, or ""."""
     if not bool(loss.isfinite()):
         return f"the loss is {float(loss)}"
@@ -162,7 +182,9 @@ def _wrong(session: Session, kind: str, loss: torch.Tensor) -> str:
     )
 
 
-def timed(step: Callable[[], Any], repeats: int, device: str) -> dict[str, float]:
+def measure_step(
+    step: Callable[[], Any], repeats: int, device: str
+) -> dict[str, float]:
     """Medians of single steps, and the mean of steps back to back."""
     cuda = device == "cuda"
     hosts, devices = [], []
@@ -199,22 +221,25 @@ def memory(name: str, kind: str, options: Options) -> dict[str, Any]:
     session, step = _step(name, kind, options)
     for _ in range(WARM_UP):
         loss = step()
-    found: dict[str, Any] = {
+    peaks: dict[str, Any] = {
         "process_mb": peak_memory(options.device) / 2**20,
-        "failed": _wrong(session, kind, loss),
+        "failed": _find_fault(session, kind, loss),
     }
     if options.device == "cuda":
-        found["tensors_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    return found
+        peaks["tensors_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    return peaks
 
 
 # --- several processes ----------------------------------------------------------------------------
 
-PACKED = "import sys; from bench.gpu.parts import packed; packed(sys.argv[1], sys.argv[2], float(sys.argv[3]))"
+PACKED = (
+    "import sys; from bench.gpu.parts import train_packed; "
+    "train_packed(sys.argv[1], sys.argv[2], float(sys.argv[3]))"
+)
 COUNTS = (1, 2, 4, 8, 16)
 
 
-def packing_of(options: Options) -> dict[str, Stage]:
+def packing_stages(options: Options) -> dict[str, Stage]:
     """1 to 16 processes that train the Penn Treebank LSTM at once, captured and not."""
     kinds = (
         ("quantised",)
@@ -229,7 +254,7 @@ def packing_of(options: Options) -> dict[str, Stage]:
     }
 
 
-def packed(kind: str, device: str, seconds: float) -> None:
+def train_packed(kind: str, device: str, seconds: float) -> None:
     """Work of one of the processes: steps for a while, all starting when the other end says so."""
     torch.set_num_threads(1)
     options = Options("packing", device, device == "cpu", seconds, None, Path())
@@ -297,15 +322,15 @@ def treebank(dry: bool) -> list[RunSpec]:
     """The left side of figure 7, what says most first: five arms of seed 0, its others, then the other seeds."""
     if dry:
         small = {"steps": 8, "n_cycles": 1, "valid_tokens": 200, "test_tokens": 200}
-        found = designs.quality_cost(
+        specs = designs.quality_cost(
             "smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0], **small
         )
     else:
-        found = designs.quality_cost(
+        specs = designs.quality_cost(
             "paper", "ptb", "lstm", static_bits=STATIC, q_max=[8]
         )
     return sorted(
-        found,
+        specs,
         key=lambda spec: (
             spec.seed,
             FIRST.index(spec.arm) if spec.arm in FIRST else len(FIRST),
@@ -313,7 +338,7 @@ def treebank(dry: bool) -> list[RunSpec]:
     )
 
 
-def evidence_of(options: Options) -> dict[str, Stage]:
+def evidence_stages(options: Options) -> dict[str, Stage]:
     """One stage, which is never done for good: the store knows what is."""
     return {
         f"runs until {time.strftime('%Y-%m-%d %H:%M:%S')}": partial(evidence, options)
@@ -326,9 +351,9 @@ def evidence(options: Options) -> dict[str, Any]:
     store = stores.store_path(specs[0].scale, specs[0].recipe.task)
     workers = 0 if options.dry else options.workers or best_packing(options)
     # as Ctrl-C does: asked while runs are at work, they stop at the end of a step
-    bell = threading.Timer(options.seconds, os.kill, (os.getpid(), signal.SIGINT))
-    bell.daemon = True
-    bell.start()
+    timer = threading.Timer(options.seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
     try:
         run_grid(
             specs,
@@ -341,45 +366,47 @@ def evidence(options: Options) -> dict[str, Any]:
     except KeyboardInterrupt:
         pass  # what is left is said below
     finally:
-        bell.cancel()
-    held = {row["key"]: row for row in stores.load_rows(store)}
-    rows = [held[spec.key] for spec in specs if spec.key in held]
+        timer.cancel()
+    rows_by_key = {row["key"]: row for row in stores.load_rows(store)}
+    rows = [rows_by_key[spec.key] for spec in specs if spec.key in rows_by_key]
     status = {s: sum(row["status"] == s for row in rows) for s in stores.STATUSES}
-    broken = (
+    failure = (
         {"failed": f"{status['failed']} runs failed; see the rows of {store}"}
         if status["failed"]
         else {}
     )
-    arms = {
+    quality_by_run = {
         f"{row['spec']['arm']} seed {row['spec']['seed']}": _quality(row)
         for row in rows
         if row["status"] == "ok"
     }
-    found = {
+    counts = {
         "store": str(store),
         "runs": len(specs),
         "left": len(specs) - len(rows),
         "workers": workers,
         **status,
     }
-    return {**found, "perplexity": arms, **broken}
+    return {**counts, "perplexity": quality_by_run, **failure}
 
 
 def _quality(row: dict[str, Any]) -> float:
-    wanted = {
+    conditions = {
         "name": "perplexity",
         "split": "test",
         "when": "final",
         "precision": "q_max",
     }
     return next(
-        m["value"] for m in row["metrics"] if all(m[k] == v for k, v in wanted.items())
+        m["value"]
+        for m in row["metrics"]
+        if all(m[k] == v for k, v in conditions.items())
     )
 
 
 def best_packing(options: Options) -> int:
     """How many captured runs at a time did most steps per second; 4 where the part "packing" has not been run."""
-    rows = ended(read(replace(options, part="packing").rows))
+    rows = finished_rows(read_rows(replace(options, part="packing").rows))
     rates = {
         int(stage.split()[0]): row["values"]["steps_per_second"]
         for stage, row in rows.items()
@@ -389,9 +416,9 @@ def best_packing(options: Options) -> int:
 
 
 PARTS: dict[str, Callable[[Options], dict[str, Stage]]] = {
-    "checks": checks_of,
-    "speed": steps_of,
-    "memory": steps_of,
-    "packing": packing_of,
-    "evidence": evidence_of,
+    "checks": check_stages,
+    "speed": step_stages,
+    "memory": step_stages,
+    "packing": packing_stages,
+    "evidence": evidence_stages,
 }

@@ -57,7 +57,7 @@ class LeftOutError(Exception):
 Stage = Callable[[], dict[str, Any]]  # returns what it found
 
 
-def where(device: str) -> dict[str, Any]:
+def describe_environment(device: str) -> dict[str, Any]:
     """What a measurement depends on besides the code."""
     cuda = device == "cuda"
     return {
@@ -73,7 +73,7 @@ def where(device: str) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file; of a torn last line, nothing."""
     lines = (
         path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -83,7 +83,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
+def append_row(path: Path, row: dict[str, Any]) -> None:
     """Write a row to the disk, behind those that are whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
@@ -95,36 +95,38 @@ def append(path: Path, row: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def ended(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def finished_rows(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the last row of every stage that needs no further try."""
-    found = {row["stage"]: row for row in rows if row["status"] != "started"}
-    begun = Counter(row["stage"] for row in rows if row["status"] == "started")
-    for stage, count in begun.items():
-        if stage not in found and count >= TRIES:
-            found[stage] = {
+    last_rows = {row["stage"]: row for row in rows if row["status"] != "started"}
+    start_counts = Counter(row["stage"] for row in rows if row["status"] == "started")
+    for stage, count in start_counts.items():
+        if stage not in last_rows and count >= TRIES:
+            last_rows[stage] = {
                 "stage": stage,
                 "status": "failed",
                 "error": f"it ended its process {count} times",
             }
-    return found
+    return last_rows
 
 
 def run_stages(
-    stages: dict[str, Stage], options: Options, here: dict[str, Any]
+    stages: dict[str, Stage], options: Options, environment: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Run what is left, as long as there is time, and return the rows of all stages that ended."""
     began = time.monotonic()
-    done = ended(read(options.rows))
+    rows = finished_rows(read_rows(options.rows))
     for name, stage in stages.items():
-        if name in done:
+        if name in rows:
             continue
         if time.monotonic() - began > options.seconds:
             break
-        append(options.rows, {"stage": name, "status": "started", "where": here})
-        row = {"stage": name, **attempt(stage), "where": here}
-        append(options.rows, row)
-        done[name] = row
-        print(line(row), flush=True)
+        append_row(
+            options.rows, {"stage": name, "status": "started", "where": environment}
+        )
+        row = {"stage": name, **run_stage(stage), "where": environment}
+        append_row(options.rows, row)
+        rows[name] = row
+        print(format_row(row), flush=True)
         if options.device == "cuda" and "CUDA error" in row.get(
             "error", ""
         ):  # no kernel runs in this process any more
@@ -133,10 +135,10 @@ def run_stages(
         gc.collect()  # what a stage made may stand in circles
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    return {name: done[name] for name in stages if name in done}
+    return {name: rows[name] for name in stages if name in rows}
 
 
-def attempt(stage: Stage) -> dict[str, Any]:
+def run_stage(stage: Stage) -> dict[str, Any]:
     """Run a stage; whatever it raises is part of the answer."""
     began = time.monotonic()
     try:
@@ -157,58 +159,66 @@ def attempt(stage: Stage) -> dict[str, Any]:
     return {**row, "seconds": round(time.monotonic() - began, 2)}
 
 
-def line(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """What is printed of a row."""
-    told = row.get("reason") or row.get("error", "").partition("\n")[0]
+    reason = row.get("reason") or row.get("error", "").partition("\n")[0]
     numbers = (
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
         for k, v in row.get("values", {}).items()
     )
-    return f"{row['stage']:<44} {row['status']:<8} {told} {'  '.join(numbers)}".rstrip()
+    return (
+        f"{row['stage']:<44} {row['status']:<8} {reason} {'  '.join(numbers)}".rstrip()
+    )
 
 
 def summary(
     options: Options,
     names: list[str],
-    done: dict[str, dict[str, Any]],
-    here: dict[str, Any],
+    rows: dict[str, dict[str, Any]],
+    environment: dict[str, Any],
 ) -> int:
     """Write and print the summary; return the exit status."""
-    by = {
-        status: [n for n, row in done.items() if row["status"] == status]
+    names_by_status = {
+        status: [n for n, row in rows.items() if row["status"] == status]
         for status in ("ok", "failed", "left out")
     }
-    left = [
+    names_left = [
         name
         for name in names
-        if name not in done or done[name].get("values", {}).get("left")
+        if name not in rows or rows[name].get("values", {}).get("left")
     ]
-    told = {
+    content = {
         "part": options.part,
         "dry": options.dry,
-        "where": here,
-        "ok": len(by["ok"]),
+        "where": environment,
+        "ok": len(names_by_status["ok"]),
         "failed": {
-            name: done[name]["error"].partition("\n")[0] for name in by["failed"]
+            name: rows[name]["error"].partition("\n")[0]
+            for name in names_by_status["failed"]
         },
-        "left out": {name: done[name]["reason"] for name in by["left out"]},
-        "left": left,
+        "left out": {
+            name: rows[name]["reason"] for name in names_by_status["left out"]
+        },
+        "left": names_left,
         "values": {
-            name: done[name]["values"] for name in done if "values" in done[name]
+            name: rows[name]["values"] for name in rows if "values" in rows[name]
         },
     }
-    write_text(options.rows.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
+    write_text(options.rows.with_suffix(".json"), json.dumps(content, indent=1) + "\n")
+    counts = {status: len(names) for status, names in names_by_status.items()}
     print(
-        f"{len(by['ok'])} ok, {len(by['failed'])} failed, {len(by['left out'])} left out, {len(left)} left: "
-        f"{options.rows.with_suffix('.json')}"
+        f"{counts['ok']} ok, {counts['failed']} failed, {counts['left out']} left out, "
+        f"{len(names_left)} left: {options.rows.with_suffix('.json')}"
     )
-    return 1 if by["failed"] else 3 if left else 0
+    if names_by_status["failed"]:
+        return 1
+    return 3 if names_left else 0
 
 
 def forget_failures(path: Path) -> None:
     """Let the stages that failed be tried again."""
-    kept: Iterator[dict[str, Any]] = (
-        row for row in read(path) if row["status"] in ("ok", "left out")
+    rows_to_keep: Iterator[dict[str, Any]] = (
+        row for row in read_rows(path) if row["status"] in ("ok", "left out")
     )
     if path.exists():
-        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows_to_keep))

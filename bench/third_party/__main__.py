@@ -62,7 +62,9 @@ def in_processes(function: Any, units: Iterable[Any], jobs: int) -> list[Any]:
         return [row for rows in pool.map(function, units) for row in rows]
 
 
-def examined(rows: list[examination.Row], database: str, size: int) -> dict[str, Any]:
+def summarise_rows(
+    rows: list[examination.Row], database: str, size: int
+) -> dict[str, Any]:
     """Return the counts of a database and its faults."""
     faults = [
         f"{row.name} ({row.case}): {fault}" for row in rows for fault in row.faults
@@ -75,14 +77,14 @@ def examined(rows: list[examination.Row], database: str, size: int) -> dict[str,
     }
 
 
-def answered(answers: list[invariances.Answer]) -> dict[str, Any]:
+def summarise_answers(answers: list[invariances.Answer]) -> dict[str, Any]:
     """Return the counts of the invariances, the largest differences of those that hold, and those that do not."""
-    wrong = [
+    broken = [
         {**asdict(a), "reason": reason_of(a)}
         for a in answers
         if a.outcome in ("broken", "crashed")
     ]
-    held = [
+    largest_differences = [
         max(v for k, v in a.moved.items() if k != "float32")
         for a in answers
         if a.outcome == "holds"
@@ -93,8 +95,10 @@ def answered(answers: list[invariances.Answer]) -> dict[str, Any]:
         "training passes": invariances.TRAINING_PASSES,
         "models": len(models),
         "questions": invariances.count(answers),
-        "largest difference of those that hold": float(f"{max(held, default=0.0):.2g}"),
-        "broken": wrong,
+        "largest difference of those that hold": float(
+            f"{max(largest_differences, default=0.0):.2g}"
+        ),
+        "broken": broken,
     }
 
 
@@ -103,11 +107,11 @@ def run_part(part: str, jobs: int) -> tuple[dict[str, Any], list[str]]:
     if part == "layers":
         size = len(databases.module_database())
         rows = in_processes(layers, range(size), jobs)
-        return examined(rows, "module_db", size), unexpected_rows(rows)
+        return summarise_rows(rows, "module_db", size), unexpected_rows(rows)
     if part == "functions":
         size = len(databases.function_database())
         rows = in_processes(functions, range(size), jobs)
-        return examined(rows, "op_db", size), unexpected_rows(rows)
+        return summarise_rows(rows, "op_db", size), unexpected_rows(rows)
     if part == "invariances":
         units = [
             (name, number)
@@ -115,7 +119,7 @@ def run_part(part: str, jobs: int) -> tuple[dict[str, Any], list[str]]:
             for number in range(len(list(cases())))
         ]
         answers = in_processes(family, units, jobs)
-        return answered(answers), unexpected_answers(answers)
+        return summarise_answers(answers), unexpected_answers(answers)
     return suites.run()
 
 
@@ -131,27 +135,27 @@ def main() -> None:
     parser.add_argument("-j", "--jobs", type=int, default=2, help="number of processes")
     options = parser.parse_args()
     path = results_dir() / FILE
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    surprises: list[str] = []
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    failures: list[str] = []
     for part in options.only:
         start = time.monotonic()
-        found, unexpected = run_part(part, options.jobs)
-        surprises += unexpected
-        stored[part] = {**source(), "torch": torch.__version__, **found}
+        results, unexpected = run_part(part, options.jobs)
+        failures += unexpected
+        content[part] = {**source(), "torch": torch.__version__, **results}
         print(
-            f"\n{part}, {time.monotonic() - start:.0f} s\n{json.dumps(found, indent=1)}",
+            f"\n{part}, {time.monotonic() - start:.0f} s\n{json.dumps(results, indent=1)}",
             flush=True,
         )
     if options.update:
         write_text(
             path,
             json.dumps(
-                {"command": "python -m bench.third_party --update", **stored}, indent=1
+                {"command": "python -m bench.third_party --update", **content}, indent=1
             )
             + "\n",
         )
-    if surprises:
-        raise SystemExit("\n".join(["third-party: not expected:", *surprises]))
+    if failures:
+        raise SystemExit("\n".join(["third-party: not expected:", *failures]))
     print("third-party: every promise was kept")
 
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bench.third_party.examination import Row, Subject, examine, examine_pickle
 
-MOST_INPUTS = 8  # of a layer
-MOST_SAMPLES = 3  # of a function
+MAX_INPUTS = 8  # of a layer
+MAX_SAMPLES = 3  # of a function
 UNINITIALISED = {
     "empty",
     "empty_like",
@@ -90,22 +90,26 @@ def module_rows(info: Any) -> Iterator[Row]:
                 requires_grad=False,
                 training=is_training,
             )
-        for number, given in enumerate(inputs[:MOST_INPUTS]):
-            if given.forward_input is not None:
+        for number, module_input in enumerate(inputs[:MAX_INPUTS]):
+            if module_input.forward_input is not None:
                 yield module_row(
-                    Row(info.name, f"{mode}, input {number}"), info, given, is_training
+                    Row(info.name, f"{mode}, input {number}"),
+                    info,
+                    module_input,
+                    is_training,
                 )
 
 
-def module_row(row: Row, info: Any, given: Any, is_training: bool) -> Row:
+def module_row(row: Row, info: Any, module_input: Any, is_training: bool) -> Row:
     """Examine a layer with one of its inputs."""
     torch.manual_seed(SEED)
-    args, kwargs = given.forward_input.args, given.forward_input.kwargs
+    args, kwargs = module_input.forward_input.args, module_input.forward_input.kwargs
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             layer = info.module_cls(
-                *given.constructor_input.args, **given.constructor_input.kwargs
+                *module_input.constructor_input.args,
+                **module_input.constructor_input.kwargs,
             )
             if info.is_lazy:  # it has no parameters before it ran
                 layer(*args, **kwargs)
@@ -192,7 +196,7 @@ def first_samples(info: Any) -> Iterator[Any]:
     for number, sample in enumerate(
         info.sample_inputs("cpu", torch.float32, requires_grad=False)
     ):
-        if number == MOST_SAMPLES:
+        if number == MAX_SAMPLES:
             return
         yield sample
 

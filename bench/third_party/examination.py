@@ -97,7 +97,7 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, list[Tensor]]] = []
+        self.calls: list[tuple[str, list[Tensor]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -107,7 +107,7 @@ class Products(TorchDispatchMode):
         if func._overloadpacket in flop_registry or name in MORE_PRODUCTS:
             operands = [x for x in args if isinstance(x, Tensor)]
             if all(x.numel() for x in operands):
-                self.found.append((name, [x.detach().clone() for x in operands]))
+                self.calls.append((name, [x.detach().clone() for x in operands]))
         return output
 
 
@@ -191,9 +191,9 @@ class Runner:
         torch.manual_seed(1)
         with Products() if watches else nullcontext(NOTHING) as forward:
             outputs = model(*args, **kwargs)
-        found = list(tensors_in(outputs))
-        values = [x.detach().clone() for x in found]
-        products = forward.found[1:]  # the anchor's is the first
+        tensors = list(tensors_in(outputs))
+        values = [x.detach().clone() for x in tensors]
+        products = forward.calls[1:]  # the anchor's is the first
         if not has_backward:
             return Outcome(values, None, products, [])
         leaves = [
@@ -204,9 +204,9 @@ class Runner:
         sources = [*(p for p in model.parameters() if p.requires_grad), *leaves]
         with Products() if watches else nullcontext(NOTHING) as backward:
             gradients = torch.autograd.grad(
-                total(found[1:]), sources, allow_unused=True
+                total(tensors[1:]), sources, allow_unused=True
             )
-        return Outcome(values, list(gradients), products, backward.found)
+        return Outcome(values, list(gradients), products, backward.calls)
 
 
 def as_leaf(x: Any) -> Any:
@@ -283,11 +283,11 @@ def _examine_converted(
         "keys of the state dict changed",
         list(model.state_dict()) == list(plain.state_dict()),
     )
-    same = all(parameters[name] is p for name, p in model.named_parameters())
+    same_parameters = all(parameters[name] is p for name, p in model.named_parameters())
     note(
         row,
         "parameters are other objects",
-        same and len(parameters) == len(dict(model.named_parameters())),
+        same_parameters and len(parameters) == len(dict(model.named_parameters())),
     )
     with cpt.precision(model, LOW_BITS, LOW_BITS):
         twin = copy.deepcopy(model)
@@ -318,10 +318,10 @@ def examine_pickle(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> None:
         runner = Runner(plain, args, kwargs)
         model = cpt.quantize_(copy.deepcopy(plain), NEAREST)
         with cpt.precision(model, LOW_BITS, LOW_BITS):
-            stored = pickle.dumps(model)
+            pickled = pickle.dumps(model)
             expected = runner.run(model, row.has_backward)
-            found = runner.run(pickle.loads(stored), row.has_backward)
-        note(row, "a pickle computes something else", expected.equals(found))
+            actual = runner.run(pickle.loads(pickled), row.has_backward)
+        note(row, "a pickle computes something else", expected.equals(actual))
 
 
 def note(row: Row, fault: str, holds: bool) -> None:
@@ -409,12 +409,12 @@ def operations(runner: Runner, model: nn.Module) -> list[Any]:
     model.load_state_dict(runner.state)
     args, kwargs = runner.inputs()
     torch.manual_seed(1)
-    found = (
+    report = (
         cpt.check(WithOptions(model, kwargs), args)
         if kwargs
         else cpt.check(model, args)
     )
-    return [e for e in found.operations if not e.layer.endswith("anchor")]
+    return [e for e in report.operations if not e.layer.endswith("anchor")]
 
 
 def float32_seen(runner: Runner, model: nn.Module, plain: Outcome) -> set[str]:
@@ -429,29 +429,29 @@ def float32_seen(runner: Runner, model: nn.Module, plain: Outcome) -> set[str]:
     torch.manual_seed(1)
     with cpt.precision(twin, WATCHED_BITS, WATCHED_BITS), watcher, torch.no_grad():
         twin(*args, **kwargs)
-    found = {
+    products = {
         product
         for (module, product, on_grid) in watcher.macs
         if on_grid is False and module != "anchor"
     }
-    if "convolution" in found:
+    if "convolution" in products:
         with cpt.precision(model, WATCHED_BITS, WATCHED_BITS):
             low = runner.run(model, has_backward=False, watches=True)
-        known = [
+        plain_operands = [
             x
             for name, operands in plain.forward_products
             for x in operands[:2]
             if name == "convolution"
         ]
-        used = [
+        low_operands = [
             x
             for name, operands in low.forward_products
             for x in operands[:2]
             if name == "convolution"
         ]
-        if not any(equal(x, y) for x in used for y in known):
-            found.remove("convolution")
-    return found
+        if not any(equal(x, y) for x in low_operands for y in plain_operands):
+            products.remove("convolution")
+    return products
 
 
 def count(rows: Iterable[Row]) -> dict[str, int]:

@@ -220,8 +220,13 @@ def left_padding(run: Run) -> Pairs:
     mask[:, :PADS] = 0
     padded = torch.cat([torch.zeros(SAMPLES, PADS, dtype=torch.long), tokens], 1)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    given = {"position_ids": positions} if takes(run, "position_ids") else {}
-    yield run(tokens).logits, run(padded, attention_mask=mask, **given).logits[:, PADS:]
+    positions_argument = (
+        {"position_ids": positions} if takes(run, "position_ids") else {}
+    )
+    yield (
+        run(tokens).logits,
+        run(padded, attention_mask=mask, **positions_argument).logits[:, PADS:],
+    )
 
 
 def right_padding(run: Run) -> Pairs:
@@ -286,12 +291,12 @@ def supports_sdpa(kind: str, name: str = "") -> bool:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    chosen = (
+    model_class = (
         getattr(transformers, name)
         if name
         else MODEL_MAPPING[type(transformers.AutoConfig.for_model(kind))]
     )
-    return bool(chosen._supports_sdpa)
+    return bool(model_class._supports_sdpa)
 
 
 # --- encoders ---------------------------------------------------------------------------------------------------------

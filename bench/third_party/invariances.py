@@ -209,14 +209,14 @@ def in_float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def count(found: Iterable[Answer]) -> dict[str, dict[str, int]]:
+def count(answers: Iterable[Answer]) -> dict[str, dict[str, int]]:
     """Return family and question -> outcome -> number of models."""
-    table: dict[str, Counter[str]] = {}
-    for item in found:
-        table.setdefault(f"{item.family}: {item.question}", Counter())[
+    counts_by_question: dict[str, Counter[str]] = {}
+    for item in answers:
+        counts_by_question.setdefault(f"{item.family}: {item.question}", Counter())[
             item.outcome
         ] += 1
     return {
         row: {outcome: n for outcome in OUTCOMES if (n := counts[outcome])}
-        for row, counts in table.items()
+        for row, counts in counts_by_question.items()
     }

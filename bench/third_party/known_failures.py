@@ -41,8 +41,8 @@ def unexpected_rows(rows: Iterable[Row]) -> list[str]:
         for row in rows
         for fault in row.faults
         if not any(
-            fnmatchcase(row.name, name) and fault.startswith(known)
-            for name, known in KNOWN_FAULTS
+            fnmatchcase(row.name, name) and fault.startswith(known_fault)
+            for name, known_fault in KNOWN_FAULTS
         )
     ]
 

@@ -43,7 +43,7 @@ def run() -> tuple[dict[str, Any], list[str]]:
     results = dict(zip(PRECISIONS, outcomes, strict=True))
     plain = results["plain"]
     passing = {test for test, outcome in plain.items() if outcome == "PASSED"}
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "suite": f"transformers {version('transformers')}",
         "counts": {},
         "failures": {},
@@ -53,17 +53,17 @@ def run() -> tuple[dict[str, Any], list[str]]:
     )
     for precision, outcome in results.items():
         failed = sorted(test for test in passing if outcome.get(test) != "PASSED")
-        found["counts"][precision] = {
+        summary["counts"][precision] = {
             "passed": len(passing) - len(failed),
             "failed": len(failed),
         }
-        found["failures"][precision] = failed
+        summary["failures"][precision] = failed
         unexpected += [
             f"suites at {precision}: {test}"
             for test in failed
             if not is_known(test, precision)
         ]
-    return found, unexpected
+    return summary, unexpected
 
 
 def is_known(test: str, precision: str) -> bool:
@@ -113,7 +113,7 @@ def run_precision(folder: Path, precision: str) -> dict[str, str]:
         "ignore",
     ]
     command = [sys.executable, "-m", "pytest", *options, "--tb=no", str(CASES)]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env=environment,
         cwd=folder,
@@ -121,5 +121,7 @@ def run_precision(folder: Path, precision: str) -> dict[str, str]:
         text=True,
         timeout=SECONDS,
     )
-    lines = re.findall(r"^(PASSED|FAILED|ERROR) \S*?::(\S+)", done.stdout, re.MULTILINE)
+    lines = re.findall(
+        r"^(PASSED|FAILED|ERROR) \S*?::(\S+)", process.stdout, re.MULTILINE
+    )
     return {test: outcome for outcome, test in lines}

@@ -30,11 +30,11 @@ def build(seed):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
 
     def train_step(i):
-        chosen = torch.randint(
+        indices = torch.randint(
             1200, (64,), generator=torch.Generator().manual_seed(10_000 * seed + i)
         )
         loss = torch.nn.functional.cross_entropy(
-            model(X[chosen] / 16), Y[chosen].long()
+            model(X[indices] / 16), Y[indices].long()
         )
         loss.backward(), optimizer.step(), optimizer.zero_grad()
         return loss
@@ -57,16 +57,20 @@ def quality(schedule, seed):
 def arms():
     """Return the schedules to compare."""
     low = cpt.search.precision_range_test(*build(0), q_max=Q_MAX).q_min
-    found = {f"static {q}": cpt.StaticSchedule(q, STEPS) for q in range(low, Q_MAX + 1)}
-    found |= {
+    schedules = {
+        f"static {q}": cpt.StaticSchedule(q, STEPS) for q in range(low, Q_MAX + 1)
+    }
+    schedules |= {
         a: cpt.make_schedule(a, q_min=low, q_max=Q_MAX, total_steps=STEPS, n_cycles=2)
         for a in cpt.SUITE
     }
-    matters = cpt.search.sensitivity(
+    sensitivity = cpt.search.sensitivity(
         *build(0), base=low + 1, q_max=Q_MAX, steps=STEPS // 4, seeds=(0, 1)
     )
-    return found | {
-        "allocated": cpt.search.allocate(matters, 0.5, low, Q_MAX, total_steps=STEPS)
+    return schedules | {
+        "allocated": cpt.search.allocate(
+            sensitivity, 0.5, low, Q_MAX, total_steps=STEPS
+        )
     }
 
 
@@ -76,58 +80,58 @@ def study(seeds):
         raise ValueError(
             f"two seeds can be alike by chance: give 3 or more, got {seeds}"
         )
-    known = (
+    results = (
         dict(map(json.loads, STORE.read_text().splitlines())) if STORE.exists() else {}
     )
 
     def keep(name, value):
-        known[name] = value
+        results[name] = value
         with STORE.open("a") as file:  # at once, so that what was stopped goes on
             file.write(json.dumps([name, value]) + "\n")
 
-    if "arms" not in known:
+    if "arms" not in results:
         keep("arms", {name: schedule.to_dict() for name, schedule in arms().items()})
-    schedules = {name: cpt.schedule_from_dict(d) for name, d in known["arms"].items()}
+    schedules = {name: cpt.schedule_from_dict(d) for name, d in results["arms"].items()}
     for seed in range(seeds):
         for arm, schedule in schedules.items():
-            if f"{arm}, {seed}" not in known:
+            if f"{arm}, {seed}" not in results:
                 keep(f"{arm}, {seed}", quality(schedule, seed))
     cost = {
         arm: schedule.relative_cost(q_grad=Q_MAX, q_max=Q_MAX)
         for arm, schedule in schedules.items()
     }
-    reached = {
-        arm: np.array([known[f"{arm}, {seed}"] for seed in range(seeds)])
+    quality_by_arm = {
+        arm: np.array([results[f"{arm}, {seed}"] for seed in range(seeds)])
         for arm in schedules
     }
     static = [arm for arm in schedules if arm.startswith("static")]
     lines = np.stack(
-        [reached[arm] for arm in static], 1
+        [quality_by_arm[arm] for arm in static], 1
     )  # of static bits, seed by seed
-    others = len(schedules) - len(static)
+    num_schedules = len(schedules) - len(static)
     rows = []
     for arm in sorted(schedules, key=cost.__getitem__):
-        row = {"arm": arm, "cost": cost[arm], "quality": reached[arm].mean()}
+        row = {"arm": arm, "cost": cost[arm], "quality": quality_by_arm[arm].mean()}
         if arm not in static:
-            gain = reached[arm] - [
+            gain = quality_by_arm[arm] - [
                 np.interp(cost[arm], [cost[a] for a in static], line) for line in lines
             ]
-            half = stats.t.ppf(1 - 0.025 / others, seeds - 1) * stats.sem(
+            halfwidth = stats.t.ppf(1 - 0.025 / num_schedules, seeds - 1) * stats.sem(
                 gain
             )  # 95 % for all arms together
-            row |= {"gain": gain.mean(), "+-": half}
+            row |= {"gain": gain.mean(), "+-": halfwidth}
         rows.append(row)
     return pd.DataFrame(rows).set_index("arm")
 
 
 def draw(table):
     """Return the figure of what every arm gains on static bits of its cost, cheapest first."""
-    shown = table.dropna().iloc[::-1]
+    gains = table.dropna().iloc[::-1]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    axes.errorbar(shown.gain, range(len(shown)), xerr=shown["+-"], fmt="o", capsize=3)
+    axes.errorbar(gains.gain, range(len(gains)), xerr=gains["+-"], fmt="o", capsize=3)
     axes.axvline(0, color="0.6")
     axes.set_yticks(
-        range(len(shown)), [f"{arm}, at {cost:.2f}" for arm, cost in shown.cost.items()]
+        range(len(gains)), [f"{arm}, at {cost:.2f}" for arm, cost in gains.cost.items()]
     )
     axes.set(
         xlabel="quality beyond that of static bits of the same cost (0)",

@@ -7,8 +7,8 @@ from cpt_lessons import exercises
 #    it out.
 def paired(a, b):
     """Return the mean difference over the seeds of both."""
-    both = a.keys() & b.keys()
-    return sum(a[seed] - b[seed] for seed in both) / len(both)
+    common_seeds = a.keys() & b.keys()
+    return sum(a[seed] - b[seed] for seed in common_seeds) / len(common_seeds)
 
 
 # 2. "Costs no more" holds for equal costs too: of two trainings of one cost only the more accurate is on the front.

@@ -64,9 +64,9 @@ def test_a_changed_rule_has_another_fingerprint(monkeypatch):
 
     monkeypatch.setattr(date_claim_rules, "CODE", (verdict, *date_claim_rules.CODE[1:]))
     assert date_claim_rules.fingerprint(claim) != old
-    new = date_claim_rules.renewed(claim, "2030-01-01T00:00:00+00:00")
+    new = date_claim_rules.update_date(claim, "2030-01-01T00:00:00+00:00")
     assert new.since == "2030-01-01T00:00:00+00:00"
-    assert date_claim_rules.renewed(new, "2031-01-01T00:00:00+00:00") == new
+    assert date_claim_rules.update_date(new, "2031-01-01T00:00:00+00:00") == new
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,9 @@ def test_comments_and_docstrings_are_no_rule():
         return x - 1
 
     def words(function):  # but for its name
-        return [w for w in date_claim_rules.words_of(function) if w[0] != "FunctionDef"]
+        return [
+            w for w in date_claim_rules.code_words(function) if w[0] != "FunctionDef"
+        ]
 
     assert words(undocumented) == words(first)
     assert words(other) != words(first)

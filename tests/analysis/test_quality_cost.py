@@ -20,7 +20,7 @@ from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.paths import paper_dir
 from cpt_lab.sweeps import stores
-from tests.helpers import PROVENANCE, kept_row, quietly, refused, row_of, written
+from tests.helpers import PROVENANCE, quietly, refused, row_of, stored_row, write_rows
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
@@ -32,7 +32,7 @@ def rows_of(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
     """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed, cost)."""
     specs = designs.quality_cost("demo", static_bits=statics, seeds=seeds)
     return [
-        kept_row(s, accuracy(s.arm, s.seed, relative_cost(s.schedule.bits(), 8)))
+        stored_row(s, accuracy(s.arm, s.seed, relative_cost(s.schedule.bits(), 8)))
         for s in specs
     ]
 
@@ -503,13 +503,13 @@ def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(
     )
 
     early, late = (
-        kept_row(spec, value, provenance={**PROVENANCE, "started": day})
+        stored_row(spec, value, provenance={**PROVENANCE, "started": day})
         for value, day in ((0.5, "2026-01-01"), (0.7, "2026-01-02"))
     )
     for first, second in ((early, late), (late, early)):
         a, b = (
-            written(tmp_path / "a.jsonl", first),
-            written(tmp_path / "b.jsonl", second, kept_row(other, 0.6)),
+            write_rows(tmp_path / "a.jsonl", first),
+            write_rows(tmp_path / "b.jsonl", second, stored_row(other, 0.6)),
         )
         for names, arms in (
             (["a"], ["CR"]),
@@ -535,11 +535,11 @@ def test_runs_on_other_data_are_left_out_and_said(tmp_path):
     (elsewhere,) = designs.quality_cost(
         "demo", "digits", "resnet8_w8", schedules=["CR"], static_bits=[], seeds=[0]
     )
-    rows = [kept_row(spec, 0.5, data_checksum="aa") for spec in specs]
+    rows = [stored_row(spec, 0.5, data_checksum="aa") for spec in specs]
     rows += [
-        kept_row(elsewhere, 0.5, data_checksum="cc")
+        stored_row(elsewhere, 0.5, data_checksum="cc")
     ]  # a recipe that takes another part
-    old, new = written(tmp_path / "old.jsonl", *rows), tmp_path / "new.jsonl"
+    old, new = write_rows(tmp_path / "old.jsonl", *rows), tmp_path / "new.jsonl"
     assert len(load(old)) == 6
 
     def add(count, started="2026-02-01"):
@@ -547,7 +547,7 @@ def test_runs_on_other_data_are_left_out_and_said(tmp_path):
             "data_checksum": "bb",
             "provenance": {**PROVENANCE, "started": started},
         }
-        written(new, *(row | later for row in rows[:count]))
+        write_rows(new, *(row | later for row in rows[:count]))
 
     add(2)
     said = (

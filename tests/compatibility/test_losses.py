@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import pinned_losses
-from bench.pinned_losses import FILE, MEANT, RUNS, Pinned
+from bench.pinned_losses import FILE, HINT, RUNS, Pinned
 from cpt_core.numerics import NUMERICS
 from cpt_core.quantization import rounding
 
@@ -42,7 +42,7 @@ def test_numerics_are_those_of_the_file():
 def test_losses_of_every_task_are_as_stored(kernels, name, arm):
     changes = changes_of(name, arm)
     assert not changes, (
-        f"{name} {arm} on {kernels} kernels: {'; '.join(changes)}; {MEANT}"
+        f"{name} {arm} on {kernels} kernels: {'; '.join(changes)}; {HINT}"
     )
 
 
@@ -50,7 +50,7 @@ def test_roundings_are_as_stored(kernels):
     found, stored = pinned_losses.pin_roundings(), STORED["roundings"]
     changed = [name for name in stored | found if found.get(name) != stored.get(name)]
     assert not changed, (
-        f"roundings on {kernels} kernels changed: {', '.join(changed)}; {MEANT}"
+        f"roundings on {kernels} kernels changed: {', '.join(changed)}; {HINT}"
     )
 
 

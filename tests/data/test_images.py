@@ -176,7 +176,7 @@ def image_files(folder, size=20):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_archives(packed, data_folder):
-    folder = write(data_folder / "mine", image_archives(packed, held="val"))
+    folder = write(data_folder / "mine", image_archives(packed, test_part="val"))
     by_folder = load_images(small("mine/", size=8))
     by_name = load_images(small("mine/train.npz,mine/val.npz", size=8))
     assert by_folder.checksum == by_name.checksum

@@ -2,7 +2,7 @@
 
 from notebook_dataflow import FOLDER, read
 
-from book.reading_length import LONG, Count, count, sentences
+from book.reading_length import MAX_WORDS, Count, count, sentences
 
 
 def test_the_method_has_25_lines_in_which_nothing_is_ours():
@@ -20,7 +20,7 @@ def test_what_is_counted():
         "import math\nfrom cpt_lessons.parameters import start\n\nP = start()\n# a comment\n"
         "x = (\n    P.scale\n)\nprint(math.pi)"
     )
-    text = f"# A heading: not prose\n\nOne claim: and another. Two $a: b$ things:\n\n- {'word ' * (LONG + 1)}end."
+    text = f"# A heading: not prose\n\nOne claim: and another. Two $a: b$ things:\n\n- {'word ' * (MAX_WORDS + 1)}end."
     cells = [
         {"cell_type": "code", "id": "install", "source": "import os"},
         {"cell_type": "code", "id": "a", "source": code},

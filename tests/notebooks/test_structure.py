@@ -11,14 +11,14 @@ import pytest
 from notebook_dataflow import (
     COURSE,
     FOLDER,
+    MACHINE_DEPENDENT,
     NOTEBOOKS,
     PAPER,
     PREDICTING,
-    RAN,
     ROWS,
     code_cells,
+    dependent_cells,
     pictures,
-    reached,
     read,
 )
 
@@ -82,7 +82,7 @@ def test_compared_cells_have_text_and_pictures_and_nothing_else(book):
 
 def test_pictures_are_compared_and_those_of_what_ran_here_are_not(book):
     """nbval compares what their text says in numbers; where a picture is only computed, its author chooses."""
-    ran, rows = reached(book, RAN), reached(book, ROWS)
+    ran, rows = dependent_cells(book, MACHINE_DEPENDENT), dependent_cells(book, ROWS)
     for cell in pictures(book):
         tags = {"nbval-check-output", "nbval-ignore-output"} & set(
             cell.metadata.get("tags", [])
@@ -122,8 +122,8 @@ def test_where_a_picture_comes_from():
     book = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(c, id=str(i)) for i, c in enumerate(code)]
     )
-    assert reached(book, RAN) == {"0", "2", "6", "9", "10"}
-    assert reached(book, ROWS) == {"0", "1", "3", "4"}
+    assert dependent_cells(book, MACHINE_DEPENDENT) == {"0", "2", "6", "9", "10"}
+    assert dependent_cells(book, ROWS) == {"0", "1", "3", "4"}
 
 
 def test_opens_with_the_cell_that_installs(book, path):

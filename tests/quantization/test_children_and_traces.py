@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import normal, refused, reported
+from helpers import normal, refused, reported_operations
 from torch import nn
 from torch.nn import functional
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -95,7 +95,7 @@ def test_filter_selects_children_whose_weights_a_parent_uses(name, training):
         torch.manual_seed(1)
         quantized = [
             operation
-            for operation in reported(model, x)
+            for operation in reported_operations(model, x)
             if operation.precision is not None
         ]
         torch.manual_seed(1)
@@ -193,7 +193,10 @@ def test_model_traced_before_conversion_runs_quantised(name):
     with cpt.precision(cpt.quantize_(model), 3):
         expected = model(x)
     with cpt.precision(cpt.quantize_(traced), 3):
-        assert all(operation.precision is not None for operation in reported(traced, x))
+        assert all(
+            operation.precision is not None
+            for operation in reported_operations(traced, x)
+        )
         if name != "subclass":  # whose operation is that of the graph
             assert torch.equal(traced(x), expected)
     with cpt.precision(traced, "float"):

@@ -12,7 +12,7 @@ from helpers import (
     identical,
     pictures,
     quantize_gradient,
-    reported,
+    reported_operations,
     running_ranges,
     small,
 )
@@ -242,7 +242,7 @@ def test_any_module_runs_its_own_forward_with_quantised_products(kind, mode):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(c, a, rtol=0.01, atol=0.01)
     with precision(model, 4):
-        operations = reported(other, x)
+        operations = reported_operations(other, x)
     layers = [f"other.{name}".rstrip(".") for name in names]
     assert {
         operation.layer for operation in operations if operation.precision is not None
@@ -358,7 +358,8 @@ def test_model_may_have_parameters_of_its_own():
     model = quantize_(Owner())
     with precision(model, 4):
         assert [
-            operation.layer for operation in reported(model, torch.randn(2, 8))
+            operation.layer
+            for operation in reported_operations(model, torch.randn(2, 8))
         ] == [""]
 
 

@@ -16,7 +16,7 @@ from helpers import (
     FunctionModule,
     identical,
     mode_of,
-    reported,
+    reported_operations,
     running_ranges,
 )
 from torch import fx, nn
@@ -48,7 +48,7 @@ def layers_of(model, *inputs):
     """Return the name of the layer of every operation of a forward pass, None for float32."""
     return [
         op.layer if op.precision is not None else None
-        for op in reported(model, *inputs)
+        for op in reported_operations(model, *inputs)
     ]
 
 

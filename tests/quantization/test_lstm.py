@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import NEAREST, quantize_gradient, refused, reported
+from helpers import NEAREST, quantize_gradient, refused, reported_operations
 from torch import nn
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -520,7 +520,7 @@ def test_subclasses_and_projections_run_by_linear_operations():
     for module in (CallsLSTM(5, 4), nn.LSTM(5, 4, proj_size=3)):
         quantize_(module)
         with precision(module, 4):
-            operations = reported(module, torch.randn(3, 2, 5))
+            operations = reported_operations(module, torch.randn(3, 2, 5))
         assert {operation.function for operation in operations} == {"linear"}
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # which registers an operator
-from helpers import NAN, NEAREST, FunctionModule, reported
+from helpers import NAN, NEAREST, FunctionModule, reported_operations
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import bias
@@ -235,7 +235,7 @@ def test_every_product_runs_on_its_grid_and_is_reported(name):
         )
     with precision(module, 2):
         assert not torch.allclose(module(*inputs), function(module, *inputs))
-        found = reported(module, *inputs)
+        found = reported_operations(module, *inputs)
     assert len(found) == count
     assert all(
         operation.precision is layer_precisions(module)[""] for operation in found
@@ -587,9 +587,9 @@ def test_operators_of_graphs_are_products_like_others():
     )
     model, x = quantize_(copy.deepcopy(plain)), torch.randn(5, 4)
     with precision(model, 4):
-        assert sum(operation.macs for operation in reported(model, x)) == 5 * (
-            6 * 4 + 2 * 4 * 3 + 2 * 4 * 2 + 5 * 5
-        )
+        assert sum(
+            operation.macs for operation in reported_operations(model, x)
+        ) == 5 * (6 * 4 + 2 * 4 * 3 + 2 * 4 * 2 + 5 * 5)
     with precision(model, 32, 32):
         torch.testing.assert_close(model(x), plain(x))
 
@@ -611,9 +611,9 @@ def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
         nn.init.normal_(head.head.weight)
         model = quantize_(head, NEAREST)
         with precision(model, 3, 3):
-            assert [operation.function for operation in reported(model, x, y)] == [
-                "linear"
-            ]
+            assert [
+                operation.function for operation in reported_operations(model, x, y)
+            ] == ["linear"]
             loss = model(x, y)
             loss.backward()
         found.append((loss.detach(), head.head.weight.grad))
@@ -646,7 +646,7 @@ def test_sum_over_one_element_is_a_scaling(forward):
     with precision(model, 2, 8):
         assert [
             operation.layer
-            for operation in reported(model, x)
+            for operation in reported_operations(model, x)
             if operation.precision is not None
         ] == ["qkv", ""]
         trained = model(x)
@@ -735,5 +735,6 @@ def test_an_einsum_that_sums_over_nothing_is_no_product():
         x = model[0](torch.randn(5, 4))
         assert torch.equal(model[1](x), x.unsqueeze(-1) * model[1].w)
         assert [
-            operation.function for operation in reported(model, torch.randn(5, 4))
+            operation.function
+            for operation in reported_operations(model, torch.randn(5, 4))
         ] == ["linear"]

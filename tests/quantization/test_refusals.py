@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers import pictures, refused, reported, small
+from helpers import pictures, refused, reported_operations, small
 from quantization.test_attention import bert, unknown_attention
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -277,7 +277,7 @@ def test_changed_layers_run_quantised_and_are_restored(change, order):
     with precision(model, 4):
         layers = [
             operation.layer
-            for operation in reported(model, pictures())
+            for operation in reported_operations(model, pictures())
             if operation.precision is not None
         ]
         assert layers == ["0", "3", "5"]

@@ -7,19 +7,19 @@ import pytest
 
 from cpt_lab.studies import tuned
 from cpt_lab.studies.h7 import arms
-from tests.studies.study_rows import rates
+from tests.studies.study_rows import rate_lines
 
 
 @pytest.fixture(scope="module")
 def rated(tmp_path_factory):
-    """A function that gives a study six seeds, and rows by which its settings are chosen; see ``made.rates``."""
+    """A function that gives a study six seeds, and rows by which its settings are chosen; see ``rate_lines``."""
     folder = tmp_path_factory.mktemp("rates")
     with pytest.MonkeyPatch.context() as patch:
 
         def write(study, qualities):
             for case, c in study.cases.items():
                 patch.setitem(study.cases, case, replace(c, seeds=6))
-            (folder / study.file).write_text("".join(rates(study, qualities)))
+            (folder / study.file).write_text("".join(rate_lines(study, qualities)))
             return folder / study.file
 
         patch.setattr(tuned, "results_dir", lambda: folder)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from helpers import written
+from helpers import write_rows
 
 from bench import fresh_seeds
 from cpt_lab.analysis import preregistered as repeated
@@ -99,7 +99,7 @@ def test_effects_of_complete_grids_on_the_same_data_are_kept(
         row["provenance"] = {**row["provenance"], "machine": {"cpu": "one"}}
     again[-1] |= change
     (tmp_path / "verdicts" / "h3").mkdir(parents=True)
-    written(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)
+    write_rows(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)
     for module, name, value in [
         (repeated, "committed", lambda: table(stored)),
         (fresh_seeds, "runs_dir", lambda: tmp_path),
@@ -114,7 +114,7 @@ def test_effects_of_complete_grids_on_the_same_data_are_kept(
         assert values == list(repeated.replicated_effects(GRID, again)[0].now.values)
     for row in again:
         row["provenance"]["dirty"] = True
-    written(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)
+    write_rows(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)
     with (
         pytest.raises(ValueError, match="not those of a clean commit")
         if kept

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from helpers import kept_row, quietly, refused, specs_of
+from helpers import quietly, refused, specs_of, stored_row
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -26,7 +26,7 @@ SPECS = quietly(specs_of, "CR", "RR", "LR")
 
 
 def rows():
-    return [kept_row(spec, 0.5) for spec in SPECS]
+    return [stored_row(spec, 0.5) for spec in SPECS]
 
 
 def written(store, *rows):

@@ -4,7 +4,7 @@ import json
 import warnings
 
 import pytest
-from helpers import kept_row, quietly, specs_of
+from helpers import quietly, specs_of, stored_row
 
 from cpt_core.numerics import NUMERICS
 from cpt_lab import numerics
@@ -24,7 +24,7 @@ SPECS = quietly(specs_of, "CR", "RR", "LR")
 
 def row_by(spec, release=None, value=0.5, **changes):
     """Return a row as a release wrote it that knew no numerics, or today's."""
-    row = kept_row(spec, value, **changes)
+    row = stored_row(spec, value, **changes)
     if release is not None:
         del row["numerics"]
         row["provenance"] = {**row["provenance"], "versions": {"cpt-core": release}}

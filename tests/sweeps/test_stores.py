@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from filelock import FileLock
-from helpers import refused, written
+from helpers import refused, write_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +93,7 @@ RANKED = [
 def test_one_key_has_one_winner_in_whatever_order_it_comes(first, second, tmp_path):
     assert list(stores.newest([first, second]).values()) == [first]
     assert list(stores.newest([second, first]).values()) == [first]
-    store = written(tmp_path / "rows.jsonl", first, second)
+    store = write_rows(tmp_path / "rows.jsonl", first, second)
     assert stores.load_rows(store) == [first]
     assert stores.find_row(store, named("a")) == first
 

@@ -566,7 +566,7 @@ def test_nothing_is_lost_whoever_is_killed():
         seed=random.randrange(10**6),
         seeds=(0,),
         steps=30,
-        say=lambda text: None,
+        report=lambda text: None,
     )
     assert all(done[kind] == KINDS[:-1].count(kind) for kind in KINDS)
 

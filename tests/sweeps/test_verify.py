@@ -7,7 +7,15 @@ from dataclasses import replace
 from statistics import stdev
 
 import pytest
-from helpers import PROVENANCE, kept_row, refused, row_of, smoke_spec, specs_of, written
+from helpers import (
+    PROVENANCE,
+    refused,
+    row_of,
+    smoke_spec,
+    specs_of,
+    stored_row,
+    write_rows,
+)
 
 from cpt_core.quantization import rounding
 from cpt_extras.kernels import backend
@@ -346,12 +354,12 @@ def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed
         "demo", "digits", schedules=["CR"], static_bits=[], seeds=range(4)
     )
     rows = [
-        kept_row(spec, value)
+        stored_row(spec, value)
         for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)
     ]
-    written(tmp_path / "all.jsonl", *rows)
+    write_rows(tmp_path / "all.jsonl", *rows)
     (tmp_path / "elsewhere").mkdir()
-    one = written(tmp_path / "elsewhere" / "one.jsonl", rows[0])
+    one = write_rows(tmp_path / "elsewhere" / "one.jsonl", rows[0])
     monkeypatch.setattr(verify, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(verify, "run_again", lambda row: row)
     monkeypatch.setattr(
@@ -405,10 +413,10 @@ def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(
 # --- which rows, and the command ------------------------------------------------------------------
 def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
     specs, store = specs_of("CR", seeds=range(12)), tmp_path / "rows.jsonl"
-    rows = [kept_row(s, 0.5, seconds=20.0 - i) for i, s in enumerate(specs)]
+    rows = [stored_row(s, 0.5, seconds=20.0 - i) for i, s in enumerate(specs)]
     rows[11] |= {"status": "failed"}
     rows[10] |= {"status": "diverged"}
-    written(store, *rows)
+    write_rows(store, *rows)
 
     def seeds(**how):
         return [row["spec"]["seed"] for row in verify.sample(store, **how).picked]
@@ -425,7 +433,7 @@ def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
         tmp_path / "none.jsonl",
         error=FileNotFoundError,
     )
-    written(store, rows[11])
+    write_rows(store, rows[11])
     refused("has no finished row", verify.sample, store)
 
 
@@ -435,7 +443,7 @@ def test_one_row_that_is_not_reproduced_is_status_1(
     assert command("verify", stored, "--rows", 1)[0] == 0
     rows = load_rows(stored)
     change(rows[1], "loss", 0)
-    store = written(tmp_path / "rows.jsonl", *rows)
+    store = write_rows(tmp_path / "rows.jsonl", *rows)
     status, said, _ = command("verify", stored, store)
     assert status == 1
     assert "LR seed 0: NOT REPRODUCED: loss 1 of 10 is " in said
@@ -448,7 +456,7 @@ def test_data_that_is_missing_is_said_before_anything_runs(
 ):
     spec = smoke_spec("digits")
     spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
-    far = written(data_folder / "far.jsonl", kept_row(spec, 0.5))
+    far = write_rows(data_folder / "far.jsonl", stored_row(spec, 0.5))
     status, said, error = command("verify", stored, far)
     assert (status, said, as_stored) == (2, "", [])
     assert f"{far}: cifar10 is not in {data_folder}; get it with: " in error
@@ -462,7 +470,7 @@ def test_data_that_is_missing_is_said_before_anything_runs(
 
 def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    store = written(tmp_path / "rows.jsonl", row | {"device": "some GPU"})
+    store = write_rows(tmp_path / "rows.jsonl", row | {"device": "some GPU"})
     assert (
         verify.sample(store).missing
         == f"{row['key']} ran on some GPU, and torch sees no CUDA device here"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import run_command, same, smoke_spec
+from helpers import run_command, same_parameters, smoke_spec
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from training.test_train import stop_at
@@ -271,7 +271,7 @@ def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
     stop_at(3, spec, path)
     torch.rand(7)  # the state of the random numbers comes from the checkpoint
     resumed = train(load_task_class(spec), spec, checkpoint=path)
-    assert same(whole.model, resumed.model)
+    assert same_parameters(whole.model, resumed.model)
     assert (whole.history, whole.metrics, whole.bitops) == (
         resumed.history,
         resumed.metrics,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cpt_core as cpt
-from bench.zoo import LOOPS, Watcher, on_grid, tried
+from bench.zoo import LOOPS, Watcher, on_grid, try_model
 from bench.zoo_models import MODELS
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ NAMED = {  # in float32 by name: the products of parametrisations
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 def test_what_is_listed_as_quantised_runs_quantised(library, name):
-    row = tried(library, name, MODELS[library][name], loops=False)
+    row = try_model(library, name, MODELS[library][name], loops=False)
     assert row["finite"]
     assert row["silent"] == row["unknown"] == []
     assert row["macs"] == row["macs of check"] > 0
@@ -44,7 +44,7 @@ def test_what_is_listed_as_quantised_runs_quantised(library, name):
 
 
 def test_models_are_used_as_people_use_them():
-    assert tried("torch", "LSTMCell", MODELS["torch"]["LSTMCell"])[
+    assert try_model("torch", "LSTMCell", MODELS["torch"]["LSTMCell"])[
         "loops"
     ] == dict.fromkeys(LOOPS, True)
 

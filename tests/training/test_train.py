@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import refused, same, smoke_spec
+from helpers import refused, same_parameters, smoke_spec
 from torch import nn
 
 from cpt_core.numerics import NUMERICS
@@ -451,7 +451,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
             straight.metrics,
         )
         assert resumed.bitops == straight.bitops
-        assert same(resumed.model, straight.model)
+        assert same_parameters(resumed.model, straight.model)
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
