@@ -1,4 +1,8 @@
-"""When operations of a layer are executed on 8-bit integers: ``QuantConfig(execution="integer")`` or "auto"."""
+"""Choice between int8 execution and simulation, for layers with ``execution`` "integer" or "auto".
+
+A layer runs in int8 where its formats have at most 8 bits, its input is float32, and, for "auto", the device has fast
+int8 matmuls.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ from torch import Tensor
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.cpu_info import has_fast_int8
 
-CODE_BITS = 8  # at most: codes are int8
+CODE_BITS = 8  # at most, since codes are int8
 
 
 def runs_int8(precision: LayerPrecision, x: Tensor) -> bool:
-    """Return whether operations with ``x`` are executed on integers now: the layer is asked to, and the bits fit."""
+    """Return whether a layer computes on ``x`` in int8 now."""
     if (
         precision.execution == "simulated"
         or not precision.int8_operands
@@ -27,9 +31,9 @@ def runs_int8(precision: LayerPrecision, x: Tensor) -> bool:
 
 
 def note_active_bits(precision: LayerPrecision) -> None:
-    """Note whether operands and gradient of a layer have grids of at most 8 bits; called when its bits change.
+    """Store whether operands and gradient of a layer fit into int8; called when its bits change.
 
-    A change to float32 leaves the note of the gradient: a backward pass may still come.
+    A change to float32 leaves ``int8_gradient`` as it is, since a backward pass may still come.
     """
     active = precision.active_bits
     formats = active.formats
@@ -40,18 +44,18 @@ def note_active_bits(precision: LayerPrecision) -> None:
 
 
 def fits_int8(format: object) -> bool:
-    """Return whether what a role is rounded to, see ``ActiveBits.formats``, is a grid of at most 8 bits."""
+    """Return whether a format of ``ActiveBits.formats`` is a uniform grid of at most 8 bits."""
     return isinstance(format, int) and format <= CODE_BITS
 
 
 @torch.compiler.assume_constant_result
 def _device_runs_int8(execution: str, device: torch.device) -> bool:
-    """Return whether operations are to be executed on integers on a device; warn once of one where that is slow."""
+    """Return whether int8 runs on a device; warn once for "integer" on a device where it is slow."""
     is_fast = has_fast_int8(device)
     if execution == "integer" and not is_fast and device not in _warned_devices:
         _warned_devices.add(device)
         warnings.warn(
-            f"products of 8-bit integers are slower than float32 on this device ({device}): execution='integer' "
+            f"int8 matmuls are slower than float32 on this device ({device}): execution='integer' "
             "computes them all the same; execution='auto' would simulate them",
             stacklevel=2,
         )
@@ -62,14 +66,10 @@ _warned_devices: set[torch.device] = set()
 
 
 def describe_execution(precision: LayerPrecision) -> str:
-    """Return the execution of a layer, and where it is another than was asked for."""
+    """Return the execution of a layer in words, with what it is in effect."""
     if not precision.int8_operands:
         return f"{precision.execution} (simulated at these bits)"
-    is_slow = precision.execution == "auto" and not has_fast_int8(
-        precision.num_steps.device
-    )
-    return (
-        f"{precision.execution} (simulated on this device)"
-        if is_slow
-        else precision.execution
-    )
+    device = precision.num_steps.device
+    if precision.execution == "auto" and not has_fast_int8(device):
+        return f"{precision.execution} (simulated on this device)"
+    return precision.execution

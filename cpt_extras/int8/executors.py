@@ -1,14 +1,14 @@
-"""Executors of integer execution: layers multiply 8-bit integers where that is exact.
+"""Executors of int8 execution, which run an operation of a quantised layer in int8 where that is exact.
 
-``quantize_`` loads this module, by ``cpt_core.extensions``, for every ``execution`` but "simulated". It fills
-``OP_EXECUTORS``: an executor returns the result of an operation on 8-bit integers, or None where the operation has no
-integer form at the bits in effect; it is simulated then.
+``quantize_`` loads this module, through ``cpt_core.extensions``, for every ``execution`` but "simulated". It fills
+``OP_EXECUTORS``. An executor returns the result of an operation, or None where the operation has no int8 form at the
+active bits; then it is simulated.
 
-- "linear" and "conv2d": of an ``nn.Linear`` or ``nn.Conv2d`` by its own weight;
-- "matmul": of two activations, as attention has them; for "integer" alone, as these are no faster than in float32.
+- "linear" and "conv2d": an ``nn.Linear`` or ``nn.Conv2d`` with its own weight;
+- "matmul": a matmul of two activations, as in attention; for "integer" only, as it is no faster than in float32.
 
-"auto" is "integer" on CPUs with instructions for such matmuls and "simulated" elsewhere. "integer" runs on all devices,
-on GPUs and some CPUs slower than float32: a warning says so. More than 8 bits, and float64, are simulated.
+"auto" is "integer" on CPUs with int8 instructions and "simulated" elsewhere. "integer" runs on all devices, and warns
+where it is slower than float32, on GPUs and some CPUs. More than 8 bits, and float64, are simulated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 import cpt_extras.int8.graph_layers
-import cpt_extras.int8.lstm  # noqa: F401 - likewise
+import cpt_extras.int8.lstm  # noqa: F401 - registers executors
 from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.int8.convolution import Geometry
@@ -33,14 +33,16 @@ from cpt_extras.int8.layers import conv2d_int8, linear_int8, matmul_int8
 Operands = tuple[Tensor, Tensor, Tensor | None]
 Roles = tuple[str, str]
 Along = tuple[int | None, int | None]
-OWN_WEIGHTS = ("weight", "computed_weight")  # roles of a weight of the layer itself
+OWN_WEIGHT_ROLES = ("weight", "computed_weight")
 
 
 def _own_weight_role(precision: LayerPrecision, roles: Roles, kind: str) -> str:
-    """Return the role of the weight of an operation of a layer of a kind by its own weight; "" for any other."""
+    """Return the role of the weight if a layer of this kind multiplies its input by its own weight, else ""."""
     input_role, weight_role = _own_roles(precision, roles)
     is_own = (
-        precision.kind == kind and input_role == "input" and weight_role in OWN_WEIGHTS
+        precision.kind == kind
+        and input_role == "input"
+        and weight_role in OWN_WEIGHT_ROLES
     )
     return weight_role if is_own else ""
 
@@ -56,7 +58,7 @@ def linear(
     along: Along,
     options: Any,
 ) -> Tensor | None:
-    """Compute ``F.linear`` of a linear layer on 8-bit integers."""
+    """Compute ``F.linear`` of a linear layer in int8, or return None."""
     weight_role = _own_weight_role(precision, roles, "linear")
     if not weight_role or not runs_int8(precision, operands[0]):
         return None
@@ -70,13 +72,13 @@ def conv2d(
     along: Along,
     options: Any,
 ) -> Tensor | None:
-    """Compute ``F.conv2d`` of a convolution on 8-bit integers; ``options``: its arguments behind the bias."""
+    """Compute ``F.conv2d`` of a convolution in int8, or return None; ``options``: its arguments after the bias."""
     x, weight, _ = operands
     weight_role = _own_weight_role(precision, roles, "conv")
     if not weight_role or not runs_int8(precision, x):
         return None
-    rest, more = options
-    geometry = convolution_geometry(*rest, **more)
+    args, kwargs = options
+    geometry = convolution_geometry(*args, **kwargs)
     has_one_range = (
         grid_without_zero_point(precision.quantizers["input"]) in ONE_RANGE_GRIDS
     )
@@ -88,25 +90,28 @@ def conv2d(
 def convolution_geometry(
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Geometry | None:
-    """Return the geometry of a convolution that has an integer form: no groups, and padding in numbers."""
+    """Return the geometry of a convolution; None if it has groups or a padding in words, unsupported in int8."""
     if groups != 1 or isinstance(padding, str):
         return None
     return Geometry(_pair(stride), _pair(padding), _pair(dilation))
 
 
 def _pair(value: Any) -> tuple[int, int]:
+    """Return an argument for height and width, which may be one number for both."""
     sizes = (value,) if isinstance(value, int) else tuple(value)
-    return (sizes[0], sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+    return sizes[0], sizes[-1]
 
 
 def _has_windows(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
-    """Return whether the shapes fit; of others torch says what is wrong."""
+    """Return whether the shapes fit, with a window at least; for others torch raises an error in simulation."""
     if x.dim() != 4 or x.shape[1] != weight.shape[1]:
         return False
-    sizes = zip(
-        x.shape[2:], geometry.padding, geometry.dilation, weight.shape[2:], strict=True
-    )
-    return all(n + 2 * p > d * (k - 1) for n, p, d, k in sizes)
+    for axis in range(2):
+        padded_size = x.shape[2 + axis] + 2 * geometry.padding[axis]
+        reach = geometry.dilation[axis] * (weight.shape[2 + axis] - 1)
+        if padded_size <= reach:
+            return False
+    return True
 
 
 def matmul(
@@ -116,18 +121,14 @@ def matmul(
     along: Along,
     options: Any,
 ) -> Tensor | None:
-    """Compute ``first @ second`` of two activations on 8-bit integers."""
+    """Compute ``first @ second`` of two activations in int8, or return None."""
     first, second, bias = operands
     is_plain = along == (None, None) and bias is None and roles[1] != "linear_weight"
-    if (
-        not is_plain
-        or not first.dim() > 1 < second.dim()
-        or not runs_int8(precision, first)
-    ):
+    has_matrices = first.dim() > 1 and second.dim() > 1
+    if not (is_plain and has_matrices and runs_int8(precision, first)):
         return None
-    if (
-        first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]
-    ):  # as those of outer products
+    # shapes that broadcast, such as those of outer products, have no int8 form
+    if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]:
         return None
     return matmul_int8(
         precision,

@@ -57,7 +57,7 @@ class Codes(nn.Module):
 
     def __init__(self, x: QuantizedTensor) -> None:
         super().__init__()
-        self.offset = float(x.half)
+        self.offset = float(x.code_offset)
         for name in ("codes", "scale", "low"):
             self.register_buffer(name, getattr(x, name))
 

@@ -1,10 +1,11 @@
-"""Graph convolutions on codes: their products, and with Q-Agg the sums over neighbours, forward and backward.
+"""Int8 graph convolutions: their matmuls, and with Q-Agg the sums over neighbours, forward and backward.
 
-A sum has an integer form where all that enters it has one step: int8 codes are added in int32, and a multiple of the
-degree makes values of the sum. The authors' range per node rules that out for features, not for gradients, which have
-one range; ``QuantConfig.with_shared_steps()`` allows both. What has no integer form is the simulation.
+A sum over neighbours has an integer form where all features have one scale: int8 codes are added in int32, and the
+degree of a node corrects the sum for the zero point. The authors' range per node rules that out for features, but not
+for gradients, which have one range; ``QuantConfig.with_shared_steps()`` allows both. Sums without an integer form are
+simulated.
 
-Importing this module registers the executors of both operations. The operator at the end stands for a chain of plain
+Importing this module registers the executors of both operations. The operator at the end replaces a chain of plain
 operations and gives the same bits; on a CPU, C++ runs it in one pass (``graph.h``).
 
 >>> x = QuantizedTensor.quantize(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), 2, "per_tensor")
@@ -32,19 +33,19 @@ from cpt_extras.int8.fallback import ONE_RANGE_GRIDS_OF_MATRIX
 from cpt_extras.int8.layers import (
     GradientRounding,
     Operand,
+    dequantized,
     encode_operand,
     forbid_double_backward,
-    product,
+    multiply_operands,
     saved_operands,
-    values,
 )
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
 from cpt_extras.kernels import operators
 
-MAX_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
+MAX_DEGREE = 1 << 24  # a sum of so many codes, of 128 at most, fits in int32
 MAX_GATHERED_NUMBERS = (
     1 << 24
-)  # numbers that the plain sum over neighbours gathers at a time
+)  # the plain sum over neighbours gathers so many at a time
 
 
 @torch.compiler.disable
@@ -55,7 +56,7 @@ def project(
     along: Any,
     operand: GraphOperand,
 ) -> Tensor | None:
-    """Return x (N, I) times a weight, on codes; None where it is to be simulated."""
+    """Multiply x (N, I) by a weight in int8; None if it is to be simulated."""
     x, weight, _ = operands
     if not runs_int8(precision, x):
         return None
@@ -74,9 +75,8 @@ def project(
         )
         return operand.graph.keep(operand.x, key, encode)
 
-    codes = (
-        encode if quantizer.running else encode_once
-    )  # a running range follows every batch
+    # a running range is updated by every batch, so that codes cannot be cached
+    codes = encode if quantizer.running else encode_once
     return _Project.apply(x, weight, codes, operand.is_transposed, precision)
 
 
@@ -93,7 +93,7 @@ class _Project(torch.autograd.Function):
         a, w = codes(), encode_operand(precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.is_transposed, ctx.rounding = is_transposed, GradientRounding(precision)
-        return product(a, w.t() if is_transposed else w)
+        return multiply_operands(a, w.t() if is_transposed else w)
 
     @staticmethod
     @forbid_double_backward
@@ -101,10 +101,13 @@ class _Project(torch.autograd.Function):
         a, w = saved_operands(ctx)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         g = ctx.rounding(gradient) if gradient.numel() else gradient
-        x_grad = product(g, w if ctx.is_transposed else w.t()) if needs_x else None
-        weight_grad = None
-        if needs_weight:
-            weight_grad = product(g.t(), a) if ctx.is_transposed else product(a.t(), g)
+        x_grad = weight_grad = None
+        if needs_x:
+            x_grad = multiply_operands(g, w if ctx.is_transposed else w.t())
+        if needs_weight and ctx.is_transposed:
+            weight_grad = multiply_operands(g.t(), a)
+        elif needs_weight:
+            weight_grad = multiply_operands(a.t(), g)
         return x_grad, weight_grad, None, None, None
 
 
@@ -116,7 +119,7 @@ def aggregate(
     along: Any,
     operand: GraphOperand,
 ) -> Tensor | None:
-    """Return the sum or mean over neighbours, on codes; None where it is to be simulated."""
+    """Return the sum or mean over neighbours, computed in int8; None if it is to be simulated."""
     x = operands[0]
     if not runs_int8(precision, x):
         return None
@@ -128,11 +131,8 @@ class _Aggregate(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, graph: Graph, is_mean: bool, precision: LayerPrecision
     ) -> Tensor:
-        ctx.graph, ctx.is_mean, ctx.rounding = (
-            graph,
-            is_mean,
-            GradientRounding(precision),
-        )
+        ctx.graph, ctx.is_mean = graph, is_mean
+        ctx.rounding = GradientRounding(precision)
         if precision.quantizers["aggregation"].grid in ONE_RANGE_GRIDS_OF_MATRIX:
             h = sum_over_neighbours(graph, encode_operand(precision, "aggregation", x))
         else:
@@ -143,30 +143,33 @@ class _Aggregate(torch.autograd.Function):
     @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         g = ctx.rounding(gradient) if gradient.numel() else gradient
-        divided = values(g) / _divisors(ctx.graph) if ctx.is_mean else g
-        return sum_over_neighbours(ctx.graph.transposed, divided), None, None, None
+        if ctx.is_mean:
+            g = dequantized(g) / _divisors(ctx.graph)
+        return sum_over_neighbours(ctx.graph.transposed, g), None, None, None
 
 
 def sum_over_neighbours(graph: Graph, x: Operand) -> Tensor:
-    """Return the sum over every node's in-neighbours, (D, F) float32: of codes, in int32, where those have one step.
+    """Return the sum over every node's in-neighbours, (D, F) float32; codes with one scale are summed in int32.
 
-    ValueError for codes, where more edges than ``MAX_DEGREE`` lead to a node.
+    Raises:
+        ValueError: for codes, if more than ``MAX_DEGREE`` edges lead to a node.
     """
     if not (isinstance(x, QuantizedTensor) and x.has_one_scale):
-        return graph.aggregate(values(x))
+        return graph.aggregate(dequantized(x))
     if graph.num_edges > MAX_DEGREE:
-        degree = graph.derive(
-            "largest_in_degree", lambda: int(graph.indptr.diff().max())
-        )
+
+        def largest_in_degree() -> int:
+            return int(graph.indptr.diff().max())
+
+        degree = graph.derive("largest_in_degree", largest_in_degree)
         if degree > MAX_DEGREE:
             raise ValueError(
                 f"a sum of codes has at most {MAX_DEGREE:,} terms, {degree:,} edges lead to a node; "
                 "take execution 'simulated'"
             )
-    zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
-    return operators.active.sum_neighbours(
-        x.codes, zero, scale, rest, graph.indptr, graph.indices
-    )
+    fields = x.zero_point, x.scale, x.zero_value
+    grid = [v.reshape(()) for v in fields]
+    return operators.active.sum_neighbours(x.codes, *grid, graph.indptr, graph.indices)
 
 
 def _divisors(graph: Graph) -> Tensor:
@@ -185,22 +188,27 @@ def _sum_neighbours(
     indptr: Tensor,
     indices: Tensor,
 ) -> Tensor:
-    rows, degrees = len(indptr) - 1, indptr.diff()
-    totals = torch.zeros(rows, codes.shape[1], dtype=torch.int32, device=codes.device)
-    nodes = torch.arange(rows, device=codes.device).repeat_interleave(
-        degrees, output_size=len(indices)
+    """Return sums of values over neighbours, (D, F): the plain form of the operator."""
+    num_nodes, num_features, num_edges = len(indptr) - 1, codes.shape[1], len(indices)
+    degrees = indptr.diff()
+    destinations = torch.arange(num_nodes, device=codes.device)
+    destinations = destinations.repeat_interleave(degrees, output_size=num_edges)
+
+    code_sums = torch.zeros(
+        num_nodes, num_features, dtype=torch.int32, device=codes.device
     )
-    edges = max(1, MAX_GATHERED_NUMBERS // max(1, codes.shape[1]))
-    for start in range(0, len(indices), edges):
-        part = slice(start, start + edges)
-        totals.index_add_(0, nodes[part], codes[indices[part]].int())
+    edges_at_a_time = max(1, MAX_GATHERED_NUMBERS // max(1, num_features))
+    for start in range(0, num_edges, edges_at_a_time):
+        edges = slice(start, start + edges_at_a_time)
+        code_sums.index_add_(0, destinations[edges], codes[indices[edges]].int())
+
     degrees = degrees.long().unsqueeze(1)
-    return scale * (totals - degrees * zero.long()).float() + degrees.float() * rest
+    centred = (code_sums - degrees * zero.long()).float()
+    return scale * centred + degrees.float() * rest
 
 
-INT8_GRAPH_OPERATORS: dict[
-    str, tuple[str, Any, Any]
-] = {  # schema, what it does with and without numbers
+# name -> schema, plain implementation, and its shapes for fake tensors
+INT8_GRAPH_OPERATORS: dict[str, tuple[str, Any, Any]] = {
     "sum_neighbours": (
         "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
         _sum_neighbours,

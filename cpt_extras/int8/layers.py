@@ -1,9 +1,12 @@
-"""Products of layers on codes: the same grids and schedules as simulated, int8 x int8 -> int32 where that is exact.
+"""Int8 forms of linear layers, convolutions and matmuls, with the grids and schedules of their simulation.
 
-A product has an integer form where the steps of its operands do not differ along its sum. With the authors' quantisers
-(a range per output row or channel of weights, one per position for gradients of sequences) that is the forward product,
-and others as shapes allow; with ``QuantConfig.with_shared_steps()`` it is all three. The other products are computed in
-float32 on the dequantised operands, which is the simulation. Between the passes codes are kept, a byte each.
+It contains a ``torch.autograd.Function`` for each, and the functions that they and other int8 layers share.
+
+A matmul has an integer form where no scale of its operands differs along the summed dimension. With the authors'
+quantisers (a range per output row or channel of weights, one per position for gradients of sequences) that is the
+forward matmul, and the others as shapes allow; with ``QuantConfig.with_shared_steps()`` it is all three. Other matmuls
+are computed in float32 on the dequantised operands, which is the simulation. Operands are saved for the backward pass
+as codes, a byte each.
 
 Shapes: N batch, C and O channels in and out, H and W height and width (of the output: P and Q), I and J of a kernel.
 """
@@ -38,13 +41,13 @@ Operand = Tensor | QuantizedTensor
 
 
 def forbid_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a backward pass refuse to be differentiated: a second one would leave out all that it saved as codes."""
+    """Make a backward pass refuse to be differentiated, since gradients do not flow through saved codes."""
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "products on codes have no gradients of gradients (create_graph=True); take execution 'simulated'"
+                "int8 matmuls have no gradients of gradients (create_graph=True); take execution 'simulated'"
             )
         return backward(ctx, *gradients)
 
@@ -61,12 +64,16 @@ def linear_int8(
     parts: Sequence[int] = (),
     weight_role: str = "weight",
 ) -> Tensor:
-    """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised.
+    """Compute ``F.linear`` with quantised operands.
 
     Args:
-        codes: those of ``x`` where a layer finds the ranges itself.
-        parts: rows of the parts of the output whose gradients are quantised by themselves; empty for one part.
-        weight_role: of the weight, in the layer.
+        precision: of the layer.
+        x: input, (..., C).
+        weight: (O, C).
+        bias: (O,) or None.
+        codes: the quantised input, where the layer has found its ranges itself.
+        parts: rows of the parts of the output whose gradients are quantised separately; empty for one part.
+        weight_role: role of the weight in the layer.
     """
     quantized_bias = None if bias is None else precision.quantize_operand("bias", bias)
     return _Linear.apply(
@@ -86,29 +93,33 @@ class _Linear(torch.autograd.Function):
         parts: Sequence[int],
         weight_role: str,
     ) -> Tensor:
-        a = (encode_operand(precision, "input", x) if codes is None else codes).matrix()
+        if codes is None:
+            codes = encode_operand(precision, "input", x)
+        a = codes.matrix()
         w = encode_operand(precision, weight_role, weight)
         ctx.save_for_backward(*a, *w)
-        ctx.shape, ctx.gradient = x.shape, GradientRounding(precision, parts)
-        y = product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
+        ctx.shape = x.shape
+        ctx.round_gradient = GradientRounding(precision, parts)
+        y = multiply_operands(a, w.t(), bias).view(*x.shape[:-1], len(weight))
         return y.detach()  # no view to autograd: an in-place ReLU may follow
 
     @staticmethod
     @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, w = saved_operands(ctx)
-        g = ctx.gradient(gradient)
+        g = ctx.round_gradient(gradient)
         g = g.matrix() if isinstance(g, QuantizedTensor) else g.reshape(-1, g.shape[-1])
-        of_x, of_w, of_b = ctx.needs_input_grad[:3]
-        dx = product(g, w).view(ctx.shape) if of_x else None
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if needs_x:
+            dx = multiply_operands(g, w).view(ctx.shape)
         if isinstance(g, QuantizedTensor) and not has_integer_form(g.t(), a):
-            g = g.dequantize()  # once
-        return (
-            dx,
-            product(g.t(), a) if of_w else None,
-            sums(g) if of_b else None,
-            *[None] * 4,
-        )
+            g = g.dequantize()  # once for both of the next uses
+        if needs_weight:
+            dw = multiply_operands(g.t(), a)
+        if needs_bias:
+            db = sum_rows(g)
+        return dx, dw, db, None, None, None, None
 
 
 @torch.compiler.disable
@@ -120,9 +131,15 @@ def conv2d_int8(
     *geometry: Any,
     weight_role: str = "weight",
 ) -> Tensor:
-    """Return the convolution (N, O, P, Q) of x (N, C, H, W) by weight (O, C, I, J) and bias (O,), all quantised.
+    """Compute ``F.conv2d`` with quantised operands.
 
-    ``geometry``: stride, padding and dilation, each (rows, columns).
+    Args:
+        precision: of the layer.
+        x: input, (N, C, H, W).
+        weight: (O, C, I, J).
+        bias: (O,) or None.
+        geometry: stride, padding and dilation, each (height, width).
+        weight_role: role of the weight in the layer.
     """
     quantized_bias = None if bias is None else precision.quantize_operand("bias", bias)
     return _Conv2d.apply(
@@ -141,56 +158,70 @@ class _Conv2d(torch.autograd.Function):
         geometry: Geometry,
         weight_role: str,
     ) -> Tensor:
-        a, w = (
-            encode_operand(precision, "input", x, channels_last=True),
-            encode_operand(precision, weight_role, weight),
-        )
+        a = encode_operand(precision, "input", x, channels_last=True)
+        w = encode_operand(precision, weight_role, weight)
         ctx.save_for_backward(*a, *w)
-        ctx.geometry, ctx.gradient = (
-            geometry,
-            GradientRounding(precision, channels_last=True),
-        )
-        # as a convolution of torch: what follows may rely on the layout, as view does
-        last = torch.channels_last
-        ctx.channels_last = any(
-            t.is_contiguous(memory_format=last) and not t.is_contiguous()
-            for t in (x, weight)
-        )
-        return convolution.conv2d(
-            a, w, bias, geometry, ctx.channels_last
-        ).detach()  # as above
+        ctx.geometry = geometry
+        ctx.round_gradient = GradientRounding(precision, channels_last=True)
+        # the layout is that of torch's convolution, since later operations, such as view, may rely on it
+        ctx.channels_last = _is_channels_last(x) or _is_channels_last(weight)
+        y = convolution.conv2d(a, w, bias, geometry, ctx.channels_last)
+        return y.detach()  # no view to autograd: an in-place ReLU may follow
 
     @staticmethod
     @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, w = saved_operands(ctx)
-        g, shape = ctx.gradient(gradient), a.codes.shape
-        codes = g if isinstance(g, QuantizedTensor) and g.has_one_scale else None
+        g = ctx.round_gradient(gradient)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        if ctx.needs_input_grad[0] and codes is not None and w.has_one_scale:
-            dx = convolution.conv2d_input(
-                codes, w, shape, ctx.geometry, ctx.channels_last
-            )
-        elif ctx.needs_input_grad[0]:
-            layout = (
-                torch.channels_last if ctx.channels_last else torch.contiguous_format
-            )
-            dx = conv2d_input(shape, values(w), values(g), *ctx.geometry).contiguous(
-                memory_format=layout
-            )
-        if ctx.needs_input_grad[1] and codes is not None:
-            dw = convolution.conv2d_weight(codes, a, w.codes.shape[2:], ctx.geometry)
-        elif ctx.needs_input_grad[1]:
-            dw = conv2d_weight(values(a), w.codes.shape, values(g), *ctx.geometry)
-        if ctx.needs_input_grad[2] and isinstance(
-            g, QuantizedTensor
-        ):  # of pixels, (N * P * Q, O)
-            db = sums(
-                g.rearrange(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1]))
-            )
-        elif ctx.needs_input_grad[2]:
-            db = sums(g.transpose(1, -1).flatten(0, -2))
+        if needs_x:
+            dx = _conv2d_input(g, w, a.codes.shape, ctx.geometry, ctx.channels_last)
+        if needs_weight:
+            dw = _conv2d_weight(g, a, w.codes.shape, ctx.geometry)
+        if needs_bias:
+            db = _conv2d_bias(g)
         return dx, dw, db, None, None, None
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    is_last = x.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not x.is_contiguous()
+
+
+def _conv2d_input(
+    g: Operand,
+    w: QuantizedTensor,
+    shape: torch.Size,
+    geometry: Geometry,
+    channels_last: bool,
+) -> Tensor:
+    """Return the input gradient of a convolution, in int8 where gradient and weight have one scale each."""
+    if isinstance(g, QuantizedTensor) and g.has_one_scale and w.has_one_scale:
+        return convolution.conv2d_input(g, w, shape, geometry, channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    dx = conv2d_input(shape, dequantized(w), dequantized(g), *geometry)
+    return dx.contiguous(memory_format=layout)
+
+
+def _conv2d_weight(
+    g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: Geometry
+) -> Tensor:
+    """Return the weight gradient of a convolution, in int8 where the gradient has one scale."""
+    if isinstance(g, QuantizedTensor) and g.has_one_scale:
+        return convolution.conv2d_weight(g, a, shape[2:], geometry)
+    return conv2d_weight(dequantized(a), shape, dequantized(g), *geometry)
+
+
+def _conv2d_bias(g: Operand) -> Tensor:
+    """Return the bias gradient of a convolution: the sum over all pixels, (O,)."""
+    if not isinstance(g, QuantizedTensor):
+        return sum_rows(g.transpose(1, -1).flatten(0, -2))
+
+    def pixels_as_rows(v: Tensor) -> Tensor:
+        return v.permute(0, 2, 3, 1).reshape(-1, v.shape[1])
+
+    return sum_rows(g.rearrange(pixels_as_rows))
 
 
 @torch.compiler.disable
@@ -201,14 +232,19 @@ def matmul_int8(
     a: Tensor,
     b: Tensor,
 ) -> Tensor:
-    """Return the matmuls (..., M, N) of a (..., M, K) and b (..., K, N), both quantised, each in its role.
+    """Compute ``a @ b`` with quantised operands.
 
-    ``gradient``: role of the result's gradient.
+    Args:
+        precision: of the layer.
+        roles: roles of a and b.
+        gradient: role of the result's gradient.
+        a: (..., M, K).
+        b: (..., K, N).
     """
-    return _Product.apply(a, b, precision, roles, gradient)
+    return _Matmul.apply(a, b, precision, roles, gradient)
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -218,43 +254,45 @@ class _Product(torch.autograd.Function):
         roles: tuple[str, str],
         gradient: str,
     ) -> Tensor:
-        a_, b_ = (
-            encode_operand(precision, role, x)
-            for role, x in zip(roles, (a, b), strict=True)
-        )
-        ctx.save_for_backward(*a_, *b_)
-        ctx.gradient = GradientRounding(precision, role=gradient)
-        return product(a_, b_)
+        first = encode_operand(precision, roles[0], a)
+        second = encode_operand(precision, roles[1], b)
+        ctx.save_for_backward(*first, *second)
+        ctx.round_gradient = GradientRounding(precision, role=gradient)
+        return multiply_operands(first, second)
 
     @staticmethod
     @forbid_double_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx)
-        g = ctx.gradient(gradient)
-        of_a, of_b = ctx.needs_input_grad[:2]
-        return (
-            product(g, b.t()) if of_a else None,
-            product(a.t(), g) if of_b else None,
-            *[None] * 3,
-        )
+        g = ctx.round_gradient(gradient)
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        da = multiply_operands(g, b.t()) if needs_a else None
+        db = multiply_operands(a.t(), g) if needs_b else None
+        return da, db, None, None, None
 
 
-# --- what all layers share --------------------------------------------------------------------------------------------
+# --- functions of all int8 layers -------------------------------------------------------------------------------------
 
 
 def encode_operand(
     p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
 ) -> QuantizedTensor:
-    """Return what ``p.operand`` returns as codes; for at most ``CODE_BITS`` bits, and without a gradient.
+    """Quantise an operand to codes, on the grid of ``p.quantize_operand`` and without a gradient.
+
+    Args:
+        p: of the layer, at ``CODE_BITS`` bits at most.
+        role: role of the operand.
+        x: the operand.
+        channels_last: whether the codes of (N, C, H, W) have the channels of a pixel side by side in memory.
 
     Raises:
-        RuntimeError: for float64, which the input of products on codes is not, and under ``torch.jit.trace``.
+        RuntimeError: for float64, and under ``torch.jit.trace``.
     """
     p.require_bits()
     check_floating(x)
-    if torch.jit.is_tracing():  # it would keep the ranges of the example, as numbers
+    if torch.jit.is_tracing():  # it would store the ranges of the example as constants
         raise RuntimeError(
-            "torch.jit.trace cannot record products on codes; take execution 'simulated'"
+            "torch.jit.trace cannot record int8 matmuls; take execution 'simulated'"
         )
     if x.dtype == torch.float64:
         raise RuntimeError(
@@ -286,26 +324,26 @@ def encode_operand(
 
 
 def propagate_nan(p: LayerPrecision, role: str, x: Tensor, low: Tensor) -> Tensor:
-    """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
+    """Return the minimum of a stored range; NaN if ``x`` contains NaN, which has no code."""
     if not uses_stored_range(p, role):
         return low
-    own = range_of(x, "per_tensor")[0]
-    return torch.where(own.isnan(), own, low)
+    minimum = range_of(x, "per_tensor")[0]
+    return torch.where(minimum.isnan(), minimum, low)
 
 
 def saved_operands(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Return the operands a and b of a product that ``ctx.save_for_backward(*a, *b)`` has kept."""
-    saved = ctx.saved_tensors  # once: activation checkpointing allows no more
+    """Return the operands a and b that ``ctx.save_for_backward(*a, *b)`` has saved."""
+    saved = ctx.saved_tensors  # read once, as activation checkpointing allows
     half = len(saved) // 2
     return QuantizedTensor(*saved[:half]), QuantizedTensor(*saved[half:])
 
 
 class GradientRounding:
-    """Quantises a gradient in the backward pass, at the bits of the forward pass.
+    """Quantisation of a gradient in the backward pass, at the bits of the forward pass.
 
     Attributes:
         quantizes: whether the gradient is quantised.
-        encodes: whether it gets codes.
+        encodes: whether it is quantised to codes, as it has at most 8 bits.
     """
 
     def __init__(
@@ -315,51 +353,55 @@ class GradientRounding:
         channels_last: bool = False,
         role: str = "grad",
     ) -> None:
-        """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
-        self.precision, self.quantizes, self.parts = (
-            precision,
-            precision.active_bits.gradient,
-            parts,
-        )
-        self.channels_last, self.role = channels_last, role
+        """Store the settings of the forward pass.
+
+        Args:
+            precision: of the layer.
+            parts: rows of the parts of a gradient that are quantised separately, the last part first.
+            channels_last: layout of the codes.
+            role: role of the gradient.
+        """
+        self.precision = precision
+        self.parts = parts
+        self.channels_last = channels_last
+        self.role = role
+        self.quantizes = precision.active_bits.gradient
         self.encodes = self.quantizes and precision.int8_gradient
         self.filled = recorded_steps(precision.grad_num_steps)
 
     @property
-    def levels(self) -> Tensor:
+    def num_steps(self) -> Tensor:
         """The number of steps of the gradient's grid, 0-d."""
         return forward_steps(self.precision.grad_num_steps, self.filled)
 
     def __call__(self, gradient: Tensor) -> Operand:
-        """Return codes, or values where the gradient has too many bits for codes."""
+        """Return the quantised gradient: codes, or values where it has too many bits for codes."""
         if not self.quantizes:
             return gradient
         p = self.precision
         parts = gradient.split(self.parts)[::-1] if self.parts else (gradient,)
         if not self.encodes:
-            found = [rounded_gradient(p, self.role, g, self.levels) for g in parts]
-            return torch.cat(found[::-1]) if self.parts else found[0]
-        codes = [self._encoded(g) for g in parts][::-1]
-        return stack_rows(codes) if self.parts else codes[0]
+            rounded = [rounded_gradient(p, self.role, g, self.num_steps) for g in parts]
+            return torch.cat(rounded[::-1]) if self.parts else rounded[0]
+        codes = [self._encode(g) for g in parts]
+        return stack_rows(codes[::-1]) if self.parts else codes[0]
 
-    def _encoded(self, gradient: Tensor) -> QuantizedTensor:
-        """Return the codes of a gradient on its own range, as ``p.gradient`` rounds it in the backward pass."""
+    def _encode(self, gradient: Tensor) -> QuantizedTensor:
+        """Return the codes of a gradient on its own range, on the grid of ``p.gradient``."""
         p = self.precision
         if p.is_observed:
             p.observe(self.role, gradient)
         quantizer = p.quantizers[self.role]
-        grid, key = (
-            quantizer.grid,
-            p.noise_key if quantizer.rounding == "stochastic" else None,
-        )
-        clip = clips(grid, key is not None)
-        ranges, levels = range_of(gradient, grid), self.levels
-        if quantizer.zero_point:  # its points have their codes, whatever the noise
-            gradient = rounding.round_with_zero_point(gradient, *ranges, levels, key)
-            ranges = rounding.shift_to_zero(*ranges, levels)
+        key = p.noise_key if quantizer.rounding == "stochastic" else None
+        clip = clips(quantizer.grid, key is not None)
+        ranges = range_of(gradient, quantizer.grid)
+        num_steps = self.num_steps
+        if quantizer.zero_point:  # rounded here, so that encoding needs no noise
+            gradient = rounding.round_with_zero_point(gradient, *ranges, num_steps, key)
+            ranges = rounding.shift_to_zero(*ranges, num_steps)
         noise_key = None if quantizer.zero_point else key
         codes = QuantizedTensor.quantize_on(
-            gradient, *ranges, levels, noise_key, clip, self.channels_last
+            gradient, *ranges, num_steps, noise_key, clip, self.channels_last
         )
         if key is not None:
             key.add_(1)
@@ -367,37 +409,29 @@ class GradientRounding:
 
 
 def stack_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Return matrices on grids of equally many levels below each other; a range is 0-d or one of a row."""
-    low, scale = (
-        torch.cat([getattr(x, name).expand(len(x.codes), 1) for x in parts])
-        for name in ("low", "scale")
-    )
-    return QuantizedTensor(
-        torch.cat([x.codes for x in parts]), low, scale, parts[0].half
-    )
+    """Concatenate matrices of the same bits along their rows; their ranges are 0-d or one per row."""
+    low = torch.cat([x.low.expand(len(x.codes), 1) for x in parts])
+    scale = torch.cat([x.scale.expand(len(x.codes), 1) for x in parts])
+    codes = torch.cat([x.codes for x in parts])
+    return QuantizedTensor(codes, low, scale, parts[0].code_offset)
 
 
-def product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias``: on codes where both have them and the product has an integer form, else in float32."""
-    if (
-        isinstance(a, QuantizedTensor)
-        and isinstance(b, QuantizedTensor)
-        and has_integer_form(a, b)
-    ):
-        return matmul(a, b, bias)
-    y = values(a) @ values(b)
+def multiply_operands(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``, in int8 where both are codes and have an integer form, else in float32."""
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if has_integer_form(a, b):
+            return matmul(a, b, bias)
+    y = dequantized(a) @ dequantized(b)
     return y if bias is None else y + bias
 
 
-def sums(g: Operand) -> Tensor:
+def sum_rows(g: Operand) -> Tensor:
     """Return the sums of a matrix over its rows, for the gradient of a bias."""
-    return (
-        sum_values(g)
-        if isinstance(g, QuantizedTensor) and g.has_one_scale
-        else values(g).sum(0)
-    )
+    if isinstance(g, QuantizedTensor) and g.has_one_scale:
+        return sum_values(g)
+    return dequantized(g).sum(0)
 
 
-def values(x: Operand) -> Tensor:
+def dequantized(x: Operand) -> Tensor:
     """Return the values of an operand, float32."""
     return x.dequantize() if isinstance(x, QuantizedTensor) else x

@@ -1,8 +1,8 @@
-"""An LSTM on codes: its products with the input and with the hidden state, int8 x int8 -> int32.
+"""Int8 LSTM: its matmuls with the input and with the hidden state, int8 x int8 -> int32.
 
-The hidden state of a step has one range, and every row of the weight: their product has an integer form. So has that
-of a gradient with the weight where the weight has one range. The gradient of the weight is a sum over steps, each of
-which has ranges of its own: it is computed in float32, on the values of the codes that were kept.
+The hidden state of a step has one range, and so has every row of the weight: their matmul has an integer form. So has
+that of a gradient with the weight if the weight has one range. The weight gradient is a sum over time steps, which have
+different ranges: it is computed in float32, on the dequantised hidden states.
 
 Shapes: as in ``operations.recurrences``.
 """
@@ -42,15 +42,22 @@ from cpt_extras.operations.recurrences import LSTMDirection
 
 
 def step_matmul(
-    ops: Any, given: tuple[Tensor, ...], weight: Tensor, columns: tuple[Tensor, ...]
+    ops: Any, operand: tuple[Tensor, ...], weight: Tensor, columns: tuple[Tensor, ...]
 ) -> tuple[Tensor, QuantizedTensor]:
-    """Return the product of a step, and its left operand: given as codes (M, K), low, width and levels."""
-    rounded = QuantizedTensor.from_codes(*given)
-    return multiply(ops, rounded, weight, columns), rounded
+    """Return the matmul of one time step, float32, and its quantised first operand.
+
+    Args:
+        ops: family of operators, such as ``torch.ops.cpt``.
+        operand: codes (M, K), low, width and number of steps of the first operand.
+        weight: codes of the second operand, (K, N).
+        columns: tables of its columns, see ``column_tables``.
+    """
+    quantized = QuantizedTensor.from_codes(*operand)
+    return multiply(ops, quantized, weight, columns), quantized
 
 
 def int8_fallback_reason(precision: LayerPrecision, hidden_size: int) -> str:
-    """Return why no matmul of an LSTM runs on int8, or ""."""
+    """Return why no matmul of an LSTM has an int8 form, or ""."""
     role = next(role for role in precision.quantizers if role.startswith("hidden_"))
     if precision.quantizers[role].grid != "per_tensor":
         return FallbackReason.SEVERAL_RANGES.describe(operands="hidden states")
@@ -62,7 +69,7 @@ def int8_fallback_reason(precision: LayerPrecision, hidden_size: int) -> str:
 def lstm(
     direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Run one direction of one layer on 8-bit integers, where these fit; None else."""
+    """Run one direction of one layer in int8; None if it is to be simulated."""
     hidden_size = direction.hidden_weight.shape[1]
     if not runs_int8(direction.precision, x) or int8_fallback_reason(
         direction.precision, hidden_size
@@ -77,13 +84,12 @@ def run_int8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one direction of one layer: x (N, I), h and c (B, H) -> hidden states (N, H), last h and c."""
     precision, role = direction.precision, f"hidden_{direction.name}"
-    by_row = (
-        precision.quantizers["grad"].granularity == "per_row"
-    )  # a row belongs to one step
-    parts = () if by_row else direction.step_sizes(x)
-    encoded_input = _encoded_input(direction, x)
+    # a row belongs to one time step: gradients with a range per row need not be split
+    has_row_ranges = precision.quantizers["grad"].granularity == "per_row"
+    parts = () if has_row_ranges else direction.step_sizes(x)
+    input_codes = _encode_input(direction, x)
     x_gates = linear_int8(
-        precision, x, direction.input_weight, direction.input_bias, encoded_input, parts
+        precision, x, direction.input_weight, direction.input_bias, input_codes, parts
     )
 
     bias = direction.hidden_bias
@@ -102,8 +108,8 @@ def run_int8(
     return y, last_h, last_c
 
 
-def _encoded_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
-    """Return the codes of x (N, I), every step on its own range."""
+def _encode_input(direction: LSTMDirection, x: Tensor) -> QuantizedTensor:
+    """Quantise x (N, I) to codes, every time step on its own range."""
     precision, role = direction.precision, f"input_{direction.name}"
     if is_calibrated(precision, role):
         return encode_operand(precision, role, x)
@@ -133,7 +139,7 @@ class _Recurrence(torch.autograd.Function):
         u = encode_operand(p, "weight", weight)
         low, width, filled = stored_range(p, role)
         column_codes, column_values = column_tables(u.t(), bias)
-        *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(
+        *results, ranges, gates, codes, before, tanh = operators.active.lstm_forward(
             *ForwardArgs(
                 x_gates,
                 u.codes,
@@ -155,52 +161,68 @@ class _Recurrence(torch.autograd.Function):
                 column_values=column_values,
             )
         )
-        low, scale, half = QuantizedTensor.from_codes(
-            codes, ranges[0], ranges[1], p.num_steps
-        )[1:]
-        ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
-        ctx.state, ctx.steps, ctx.gradient = h.shape, steps, GradientRounding(p)
-        *ctx.noise, ctx.advance = grad_rounding_args(p, "grad", steps[0])
+        hidden = QuantizedTensor.from_codes(codes, ranges[0], ranges[1], p.num_steps)
+        ctx.save_for_backward(*u, *hidden, gates, before, tanh)
+        ctx.state, ctx.steps = h.shape, steps
+        ctx.gradient_rounding = GradientRounding(p)
+        ctx.rounding_args = grad_rounding_args(p, "grad", steps[0])
         ctx.mark_non_differentiable(ranges)
         ctx.set_materialize_grads(False)
-        return *found, ranges
+        return *results, ranges
 
     @staticmethod
     @forbid_double_backward
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
-        u, (low, scale, half, codes, *kept) = QuantizedTensor(*saved[:4]), saved[4:]
-        integer = ctx.gradient.encodes and u.has_one_scale
-        weight, tables = (
-            (u.codes, column_tables(u)) if integer else (u.dequantize(), ())
-        )
-        levels, *noise = ctx.noise
-        noise_of_forward = None if levels is None else ctx.gradient.levels, *noise
-        d_gates, behind, d_h, d_c = run_backward(
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once, as activation checkpointing allows
+        u, hidden = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:8])
+        tables: tuple[Tensor, ...] = ()
+        if ctx.gradient_rounding.encodes and u.has_one_scale:
+            weight, tables = u.codes, column_tables(u)
+        else:
+            weight = u.dequantize()
+        levels, grid, key, advance = ctx.rounding_args
+        if levels is not None:
+            levels = ctx.gradient_rounding.num_steps
+        d_gates, d_product, d_h, d_c = run_backward(
             operators.active,
-            given[:3],
+            gradients[:3],
             ctx.state,
             weight,
-            kept,
+            saved[8:],
             ctx.steps,
-            noise_of_forward,
-            ctx.advance,
+            (levels, grid, key),
+            advance,
             tables,
         )
-        of_w, of_b = ctx.needs_input_grad[1:3]
-        d_weight = None
-        if of_w:
-            count, sizes, reverse = ctx.steps
-            rows = sizes or [len(codes) // count] * count
-            of_steps = ((v.flip(0) if reverse else v) for v in (low, scale))
-            low, scale = (
-                torch.cat([x.expand(n, 1) for x, n in zip(v, rows, strict=True)])
-                for v in of_steps
-            )
-            d_weight = (
-                behind.t() @ QuantizedTensor(codes, low, scale, half).dequantize()
-            )
-        return d_gates, d_weight, behind.sum(0) if of_b else None, d_h, d_c, *[None] * 4
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        d_weight = d_bias = None
+        if needs_weight:
+            d_weight = d_product.t() @ _dequantize_steps(hidden, *ctx.steps)
+        if needs_bias:
+            d_bias = d_product.sum(0)
+        return d_gates, d_weight, d_bias, d_h, d_c, None, None, None, None
+
+
+def _dequantize_steps(
+    hidden: QuantizedTensor, num_steps: int, sizes: tuple[int, ...], reverse: bool
+) -> Tensor:
+    """Return the values of the hidden states of all time steps, (N, H).
+
+    Args:
+        hidden: codes (N, H), with a range per time step in the order in which the steps are computed, (T,).
+        num_steps: T.
+        sizes: sequences of every time step; empty where all have the same number.
+        reverse: whether the last time step is computed first.
+    """
+    rows = sizes or [len(hidden.codes) // num_steps] * num_steps
+
+    def range_of_rows(steps: Tensor) -> Tensor:
+        in_order = steps.flip(0) if reverse else steps
+        parts = [x.expand(n, 1) for x, n in zip(in_order, rows, strict=True)]
+        return torch.cat(parts)
+
+    low, scale = range_of_rows(hidden.low), range_of_rows(hidden.scale)
+    return hidden._replace(low=low, scale=scale).dequantize()
 
 
 for _execution in ("integer", "auto"):

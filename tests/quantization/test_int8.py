@@ -48,7 +48,9 @@ def attention():
 
 
 def values64(x):
-    return (x.codes.double() + x.half.double()) * x.scale.double() + x.low.double()
+    return (
+        x.codes.double() + x.code_offset.double()
+    ) * x.scale.double() + x.low.double()
 
 
 def convert(layer, execution, shared=True, **kwargs):
@@ -165,7 +167,7 @@ def test_long_sums_do_not_overflow_and_a_bias_counts_once(shape):
 
 
 def test_sums_over_very_many_rows_do_not_overflow():
-    rows = 2 * integer.MOST_ROWS + 9
+    rows = 2 * integer.MAX_SUMMED_ROWS + 9
     x = QuantizedTensor(
         torch.full((rows, 1), -128, dtype=torch.int8),
         *map(torch.tensor, (-1.0, 1 / 255, 128.0)),
@@ -175,7 +177,7 @@ def test_sums_over_very_many_rows_do_not_overflow():
 
 def test_steps_that_differ_along_the_sum_are_refused():
     a = QuantizedTensor.quantize(torch.randn(4, 6), 4, "per_row")
-    refused(r"steps differ along the sum: \(1, 4\)", matmul, a.t(), a)
+    refused(r"scales differ along the sum: \(1, 4\)", matmul, a.t(), a)
 
 
 @pytest.mark.parametrize(
@@ -582,7 +584,7 @@ def test_what_cannot_be_computed_on_codes_is_an_error(layer):
     model, x = convert(layer, "integer"), torch.randn(4, 5, 5, 5)
     with cpt.precision(model, 8):
         refused(
-            r"torch\.jit\.trace cannot record products on codes",
+            r"torch\.jit\.trace cannot record int8 matmuls",
             torch.jit.trace,
             model,
             x,

@@ -92,9 +92,7 @@ def test_where_integers_are_slow_compiled_code_says_so_too(slow):
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)), config())
     with (
         cpt.precision(model, 8),
-        pytest.warns(
-            UserWarning, match="products of 8-bit integers are slower than float32"
-        ),
+        pytest.warns(UserWarning, match="int8 matmuls are slower than float32"),
     ):
         torch.compile(model, backend="eager")(torch.ones(2, 4))
 

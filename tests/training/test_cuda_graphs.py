@@ -98,10 +98,12 @@ def recorders(monkeypatch):
     )
     monkeypatch.setattr(session, "CudaRecorder", recorder)
     on_device = classmethod(
-        lambda cls, x: cls(*(v.reshape(()) for v in (x.zero, x.rest, x.scale)))
+        lambda cls, x: cls(
+            *(v.reshape(()) for v in (x.zero_point, x.zero_value, x.scale))
+        )
     )
     monkeypatch.setattr(
-        convolution.Grid, "of", on_device
+        convolution.CodeGrid, "from_tensor", on_device
     )  # as on a GPU: on a CPU the host reads these numbers
     monkeypatch.setattr(
         convolution, "has_onednn_convolution", lambda device: False
