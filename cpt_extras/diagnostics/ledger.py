@@ -1,9 +1,10 @@
-"""The ledger: BitOps that really ran, and their other prices, counted while a model trains.  Paper: section 4.1."""
+"""Ledger of the BitOps that really ran in a training, and their other prices.  Paper: section 4.1."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.validation import check_choice, check_types
 from cpt_extras.diagnostics.native_counting import NativeCountingMode
 from cpt_extras.formats.prices import price_table, total_prices
+from cpt_extras.former_names import FormerName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +35,8 @@ class BitOpsLedger:
 
     Use it as a context manager around training. Forward passes count while the model is in training mode; input and
     weight gradients count when their backward pass runs, so skipped backward passes, recomputation and early stops show
-    up. It reads Python numbers only and does not change the computation. Compiled code is not counted, see ``unseen``.
+    up. It reads Python numbers only and does not change the computation. Compiled code is not counted, see
+    ``compiled_modules``.
 
     Attributes:
         unpriced: layer -> forward MACs so far that "paper" leaves out and "per_op" prices, see ``BitOpsPlan``.
@@ -48,22 +51,24 @@ class BitOpsLedger:
     {'0': 1.0}
     """
 
+    unseen = FormerName("unseen", "compiled_modules")
+
     def __init__(self, model: nn.Module) -> None:
         """Count ``model``, converted or not."""
         check_types(type(self).__init__, locals())
         self.model = model
         self._tallies = {convention: Tally() for convention in CONVENTIONS}
         self._computed_once: set[tuple[str, Formats]] = set()
-        self._widest: tuple[int, Formats] | None = None  # at a number of changes
+        # widest formats of all layers, with the number of bit changes when they were read
+        self._widest: tuple[int, Formats] | None = None
         self.unpriced: Counter[str] = Counter()
 
     def __enter__(self) -> BitOpsLedger:
         """Start to count."""
-        unseen = frozenset(self.unseen)
         self._widest = None  # layers may have been converted or restored
-        skipped = {
-            name for name, _ in self.model.named_modules() if is_within(name, unseen)
-        }
+        compiled = frozenset(self.compiled_modules)
+        names = [name for name, _ in self.model.named_modules()]
+        skipped = {name for name in names if is_within(name, compiled)}
         self._context = report_operations(
             self.model, self._report, skipped, NativeCountingMode
         )
@@ -75,8 +80,8 @@ class BitOpsLedger:
         self._context.__exit__(*exception)
 
     @property
-    def unseen(self) -> tuple[str, ...]:
-        """Names of the modules that are compiled: what runs in them is not counted."""
+    def compiled_modules(self) -> tuple[str, ...]:
+        """Names of the compiled modules, whose operations are not counted."""
         return compiled_parts(self.model)
 
     @property
@@ -97,11 +102,10 @@ class BitOpsLedger:
 
     def by_pass(self, convention: str = "per_op") -> dict[str, float]:
         """Return the BitOps so far of the forward pass, of input gradients ("error") and of weight gradients."""
-        layers = self.bitops(convention).values()
-        return {
-            name: sum(passes[name] for passes in layers) / FULL_PRECISION**2
-            for name in PASS_OPERANDS
-        }
+        squared_bits: Counter[str] = Counter()
+        for passes in self.bitops(convention).values():
+            squared_bits.update(passes)
+        return {name: squared_bits[name] / FULL_PRECISION**2 for name in PASS_OPERANDS}
 
     def total(self, convention: str = "per_op") -> float:
         """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
@@ -119,75 +123,66 @@ class BitOpsLedger:
         return self._tallies[check_choice("convention", convention, CONVENTIONS)]
 
     def _report(self, operation: Operation) -> Callable[[], None] | None:
-        """Count the forward pass of an operation; return what counts its backward passes."""
+        """Count the forward pass of an operation; return a function that counts its backward passes."""
         if not self.model.training:
             return None
+
         precision = operation.precision
-        active = (
-            None
-            if precision is None or operation.owner is None
-            else _active_formats(precision)
-        )
-        formats = {"per_op": active or IN_FLOAT32}
+        active = None
+        if precision is not None and operation.owner is not None:
+            active = _active_formats(precision)
+        formats_by_convention = {"per_op": active or IN_FLOAT32}
         if operation.once:
-            computed = row_name(operation), formats["per_op"]
+            computed = row_name(operation), formats_by_convention["per_op"]
             if computed in self._computed_once:
                 return None
             self._computed_once.add(computed)
         if priced_passes(operation, "paper"):
-            formats["paper"] = active or self._widest_formats()
+            formats_by_convention["paper"] = active or self._widest_formats()
         else:
             self.unpriced[row_name(operation)] += operation.macs
 
         def count(passes: Iterable[str]) -> None:
-            for convention, at in formats.items():
+            for convention, formats in formats_by_convention.items():
                 priced = [
-                    name
-                    for name in priced_passes(operation, convention)
-                    if name in passes
+                    p for p in priced_passes(operation, convention) if p in passes
                 ]
-                self._tallies[convention].add(operation, priced, at)
+                self._tallies[convention].add(operation, priced, formats)
 
         count(["forward"])
-        return lambda: count(["error", "weight"])
+        return partial(count, ["error", "weight"])
 
     def _widest_formats(self) -> Formats:
         """Return the widest formats of all layers, read again only after a change: a model may have 10,000 layers."""
         num_changes = LayerPrecision.num_bit_changes
         if self._widest is None or self._widest[0] != num_changes:
-            precisions = [
-                p for p in map(precision_of, self.model.modules()) if p is not None
-            ]
-            self._widest = (
-                num_changes,
-                widest([_active_formats(p) for p in precisions] or [IN_FLOAT32]),
-            )
+            precisions = [precision_of(module) for module in self.model.modules()]
+            formats = [_active_formats(p) for p in precisions if p is not None]
+            self._widest = (num_changes, widest(formats or [IN_FLOAT32]))
         return self._widest[1]
 
 
 def _active_formats(precision: LayerPrecision) -> Formats:
-    return (
-        IN_FLOAT32
-        if precision.active_levels is None
-        else precision.grids.priced(precision.active_levels)
-    )
+    if precision.active_levels is None:
+        return IN_FLOAT32
+    return precision.grids.priced(precision.active_levels)
 
 
 def compiled_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
-    modules = model.named_modules()
     return tuple(
-        n
-        for n, m in modules
-        if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
     )
 
 
 def is_within(name: str, outer: Collection[str]) -> bool:
-    """Return whether a module is one of others, or inside one, by their names."""
+    """Return whether a module is one of the ``outer`` ones, or inside one, by their names."""
     if not outer:
         return False
+    if "" in outer:
+        return True
     parts = name.split(".")
-    return "" in outer or any(
-        ".".join(parts[:depth]) in outer for depth in range(1, len(parts) + 1)
-    )
+    depths = range(1, len(parts) + 1)
+    return any(".".join(parts[:depth]) in outer for depth in depths)

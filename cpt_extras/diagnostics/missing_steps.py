@@ -16,46 +16,36 @@ MAX_UPDATES = 10  # of a weight at one step of a schedule: a critic is updated a
 
 
 def is_driving(scheduler: Any) -> bool:
-    """Return whether the bits of some layer are those of a scheduler now."""
-    return any(
-        layer.owning_scheduler is scheduler for layer in scheduler._layers.values()
-    )
+    """Return whether a scheduler sets the bits of some layer at present."""
+    layers = scheduler._layers.values()
+    return any(layer.owning_scheduler is scheduler for layer in layers)
 
 
 def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
     """Warn once when optimizers update a weight again and again while a ``PrecisionScheduler`` stays at one step.
 
     Counted are steps of torch's optimizers that hold the last trained parameter of the model: accumulated gradients,
-    closures and several optimizers of one model are no further updates. Not counted is what happens inside a
-    ``precision`` block, at the last step of the schedule, or while another scheduler drives the model.
+    closures and several optimizers of one model are no further updates. Steps are not counted inside a ``precision``
+    block, at the last step of the schedule, or while another scheduler drives the model.
     """
-    levels = [
-        role
-        for schedule, _ in scheduler.schedules.values()
-        for role in schedule.levels(scheduler.q_grad)
-    ]
-    if not any(np.ptp(role) for role in levels):  # static
+    schedules = [schedule for schedule, _ in scheduler.schedules.values()]
+    if not any(_is_cyclic(schedule, scheduler.q_grad) for schedule in schedules):
         return
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         return
-    scheduler_reference, weight_reference = (
-        weakref.ref(scheduler),
-        weakref.ref(trained[-1]),
-    )
-    updates: Counter[int] = Counter()  # of the present step of the schedule
+    scheduler_reference = weakref.ref(scheduler)
+    weight_reference = weakref.ref(trained[-1])
+    updates: Counter[int] = Counter()  # by step of the schedule, of the current one
 
     def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         scheduler, weight = scheduler_reference(), weight_reference()
-        if (
-            scheduler is None
-            or not is_driving(scheduler)
-            or scheduler.last_step >= scheduler.total_steps - 1
-        ):
+        if scheduler is None or not is_driving(scheduler):
             return
-        if not any(
-            p is weight for group in optimizer.param_groups for p in group["params"]
-        ):
+        if scheduler.last_step >= scheduler.total_steps - 1:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p is weight for p in parameters):
             return
         step = scheduler.last_step
         if step not in updates:
@@ -77,3 +67,8 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
 
     handle = register_optimizer_step_post_hook(count)
     weakref.finalize(scheduler, handle.remove)
+
+
+def _is_cyclic(schedule: Any, q_grad: int | None) -> bool:
+    """Return whether the levels of some role change."""
+    return any(np.ptp(levels) for levels in schedule.levels(q_grad))

@@ -1,8 +1,13 @@
-"""Counting in a training of a model that is not converted: it computes what it would compute without."""
+"""Counting of operations in a training, without a change of its results.
+
+``NativeCountingMode`` runs the functions of torch unchanged. It finds the operations inside a function by calling its
+handler a second time, with tensors that have shapes and no data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,18 +21,17 @@ from cpt_core.quantization.op_interception import (
 
 
 class NativeCountingMode(CountingMode):
-    """Runs functions as torch has them, and their handlers once more on shapes, to find the operations."""
+    """Mode that runs torch's own functions, and calls their handlers on shapes to find the operations."""
 
     on_operation: Callable[[Operation, Any], None] | None
 
     def __init__(self) -> None:
         super().__init__()
-        self._originals: dict[
-            int, Tensor
-        ] = {}  # id of a tensor without data -> the one that it stands for
+        # tensors with data, by the id of the tensor without data that replaces them
+        self._originals: dict[int, Tensor] = {}
 
     def is_weight(self, x: Tensor) -> bool:
-        """Return whether a tensor is, or stands for, a weight."""
+        """Return whether a tensor is a weight, or replaces one."""
         return super().is_weight(self._originals.get(id(x), x))
 
     def find_layer(self, weight: Tensor) -> Interception:
@@ -35,7 +39,7 @@ class NativeCountingMode(CountingMode):
         return super().find_layer(self._originals.get(id(weight), weight))
 
     def run_function(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute functions that are counted as a whole, whose handlers report nothing; others as usual."""
+        """Run a function; one that is counted as a whole runs without its handler, which reports nothing."""
         if function in COUNTED_FUNCTIONS:
             return function(*args, **kwargs)
         return super().run_function(function, args, kwargs)
@@ -43,7 +47,7 @@ class NativeCountingMode(CountingMode):
     def call_handler(
         self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Compute a function, and let its handler report the operations of tensors without data."""
+        """Run a function, and let its handler report the operations, on tensors without data."""
         output = function(*args, **kwargs)
         report = self.on_operation
         if report is None:
@@ -52,7 +56,7 @@ class NativeCountingMode(CountingMode):
         stand_ins: dict[int, Tensor] = {}
         meta_args, meta_kwargs = copy_inputs((args, kwargs), True, stand_ins)
         self._originals = {id(stand_ins[id(x)]): x for x in tensors_in((args, kwargs))}
-        self.on_operation = lambda operation, output: operations.append(operation)
+        self.on_operation = partial(_append, operations)
         try:
             handler(self, function, *meta_args, **meta_kwargs)
         finally:
@@ -61,3 +65,8 @@ class NativeCountingMode(CountingMode):
         for operation in operations:
             report(operation, output)
         return output
+
+
+def _append(operations: list[Operation], operation: Operation, output: Any) -> None:
+    """Append an operation to a list; its output has no data."""
+    operations.append(operation)

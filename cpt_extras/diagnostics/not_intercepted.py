@@ -1,4 +1,7 @@
-"""Matmuls and convolutions that no handler intercepted, for ``check``."""
+"""Matmuls and convolutions that no handler intercepted, for ``check``.
+
+``NotIntercepted`` counts them; ``macs_of`` returns the multiply-accumulates of an operator of torch.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,24 @@ from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
 
 
 class NotIntercepted(TorchDispatchMode):
-    """Counts matmuls and convolutions that torch executes outside of the handlers of the model's mode.
+    """Mode that counts the matmuls and convolutions that torch executes outside of the handlers of the model's mode.
 
-    Handlers run with functions hidden from modes, which tells them from the rest. A backward pass is known by its node:
-    one that was made inside a handler belongs to an intercepted operation.
+    Inside handlers torch functions are disabled, which distinguishes their operations from others. A backward pass is
+    identified by its autograd node: a node that was made inside a handler belongs to an intercepted operation.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module, total: Counter[Any]) -> None:
-        """Add what is found in ``model`` to ``total``, when the mode ends."""
+        """Add the MACs of ``model`` to ``total`` when the mode ends."""
         super().__init__()
         self.macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
         self._total = total
         self._mode: QuantizedOpsMode = next(
             getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)
         )
-        self._origins: dict[
-            int, tuple[str, bool]
-        ] = {}  # number of a node -> its module, and whether in a handler
+        # by sequence number of an autograd node: its module, and whether it was made in a handler
+        self._origins: dict[int, tuple[str, bool]] = {}
 
     def __exit__(self, *exception: Any) -> None:
         """End the mode."""
@@ -46,24 +48,20 @@ class NotIntercepted(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         stack = self._mode.running.stack
-        node = (
-            None if stack else torch._C._current_autograd_node()
-        )  # modules run in a backward pass that recomputes
+        # a module that runs in a backward pass recomputes its forward pass
+        node = None if stack else torch._C._current_autograd_node()
         if node is None:
             is_intercepted = not torch._C._is_torch_function_enabled()
             layer = stack[-1].interception.name if stack else ""
-            self._origins.setdefault(
-                torch.autograd._get_sequence_nr() - 1, (layer, is_intercepted)
-            )
+            last_node = torch.autograd._get_sequence_nr() - 1
+            self._origins.setdefault(last_node, (layer, is_intercepted))
         else:
             layer, is_intercepted = self._origins.get(node._sequence_nr(), ("", False))
             function = getattr(type(node), "_forward_cls", None)
-            if function is not None and not function.__module__.startswith(
-                "torch."
-            ):  # written in Python
-                is_intercepted = function.__module__.startswith(
-                    ("cpt_core.", "cpt_extras.")
-                )
+            # the backward pass of an autograd.Function of this project, or of a user
+            if function is not None and not function.__module__.startswith("torch."):
+                own_packages = ("cpt_core.", "cpt_extras.")
+                is_intercepted = function.__module__.startswith(own_packages)
         output = func(*args, **kwargs)
         if not is_intercepted:
             macs = macs_of(func, args, kwargs, output)
@@ -84,39 +82,37 @@ def macs_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
         return int(formula(args, output))
     if isinstance(func, HigherOrderOperator):
         return 0
-    out_of_place = getattr(
-        torch.ops.aten, _name(func), None
-    )  # torch counts addmm, and not addmm_
+    # torch counts addmm, and not addmm_
+    out_of_place = getattr(torch.ops.aten, _name(func), None)
     flops = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     return 0 if flops is None else int(flops(*args, **kwargs, out_val=output)) // 2
 
 
 def _attention_macs(args: Any, output: Any) -> int:
     query, key, value = args[:3]
-    return int(
-        query.numel() * key.shape[-2]
-        + query.numel() // query.shape[-1] * value.shape[-2] * value.shape[-1]
-    )
+    score_macs = query.numel() * key.shape[-2]
+    num_queries = query.numel() // query.shape[-1]
+    output_macs = num_queries * value.shape[-2] * value.shape[-1]
+    return int(score_macs + output_macs)
 
 
-def _rows_macs(args: Any, output: Any) -> int:
-    """Return those of sums over the last dimension of the first operand."""
+def _row_sum_macs(args: Any, output: Any) -> int:
+    """Return the MACs of an operator that sums over the last dimension of its first operand."""
     return int(output.numel() * args[0].shape[-1])
 
 
-# of operators that torch's own counter does not know
+# of operators that torch's own counter does not know: function of arguments and output
 OPERATOR_MACS = {
     **dict.fromkeys(
         ("linear", "_euclidean_dist", "_cdist_forward", "mkldnn::_linear_pointwise"),
-        _rows_macs,
+        _row_sum_macs,
     ),
     **dict.fromkeys(("mv", "dot", "vdot"), lambda args, output: args[0].numel()),
     "addmv": lambda args, output: args[1].numel(),
     "_cdist_backward": lambda args, output: args[0].numel() * args[1].shape[-1],
     "conv_tbc": lambda args, output: output.numel() * args[1][..., 0].numel(),
-    "linalg_matrix_exp": lambda args, output: (
-        5 * output.numel() * output.shape[-1]
-    ),  # of small matrices
+    # small matrices take five products
+    "linalg_matrix_exp": lambda args, output: 5 * output.numel() * output.shape[-1],
     "_sparse_addmm": lambda args, output: args[1]._nnz() * args[2].shape[-1],
     "torchvision::deform_conv2d": lambda args, output: (
         output.numel() * args[1][0].numel()

@@ -1,9 +1,12 @@
-"""Runs of a model from one state: the same buffers, random numbers and bits before each, in float32 or quantised."""
+"""Repeated runs of a model from one state of buffers, random numbers and bits, in float32 or quantised.
+
+``RepeatedRuns`` runs the model; ``LayerCall`` records the inputs and outputs of a module in such a run.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,16 +27,8 @@ from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.diagnostics.exact_sums import ExactSums
 from cpt_extras.kernels.backend import reference
 
-LEVELS = (
-    4,
-    3,
-    5,
-    6,
-    2,
-    8,
-    7,
-    *range(9, 24),
-)  # the first that all layers can take: few bits show much
+# of which the first that all layers support is taken: few bits make faults large
+PREFERRED_LEVELS = (4, 3, 5, 6, 2, 8, 7, *range(9, 24))
 
 
 @dataclass(eq=False)
@@ -41,7 +36,10 @@ class LayerCall:
     """A call of a module: its floating-point inputs and outputs.
 
     Attributes:
-        caller: the call inside of which it ran; None for the model itself.
+        layer: name of the module.
+        caller: call of the module that called this one; None for the model itself.
+        inputs: copies of its inputs.
+        outputs: copies of its outputs.
     """
 
     layer: str
@@ -51,51 +49,36 @@ class LayerCall:
 
 
 class RepeatedRuns:
-    """Runs a model in evaluation mode again and again; ``as_it_was`` has to put it back afterwards.
+    """Runs a model in evaluation mode from one state; ``preserve_state`` has to restore it afterwards.
 
     Attributes:
         level: bits of the quantised runs.
-        filled: names of layers whose running ranges were empty, and are filled from the inputs at hand.
+        filled: names of layers whose running ranges were empty, and were filled from the inputs.
     """
 
     def __init__(
         self, model: nn.Module, inputs: tuple[Any, ...], undo: ExitStack
     ) -> None:
-        """Prepare a model; ``undo`` puts back what ``as_it_was`` does not."""
+        """Prepare a model; ``undo`` restores what ``preserve_state`` does not."""
         self.model = model
         self.precisions = all_precisions(model)
-        level = next(
-            (q for q in LEVELS if all(_takes(p, q) for p in self.precisions.values())),
-            None,
-        )
+        layers = list(self.precisions.values())
+        level = next((q for q in PREFERRED_LEVELS if _all_support(layers, q)), None)
         undo.enter_context(simulated(self.precisions, on_affine_grids=level is None))
-        self.level = LEVELS[0] if level is None else level
+        self.level = PREFERRED_LEVELS[0] if level is None else level
         undo.enter_context(_evaluation_mode(model, self.precisions))
         undo.enter_context(reference())
+
         self._random_states = random.getstate(), np.random.get_state()  # noqa: NPY002
         self._torch_state = torch.get_rng_state()
-        self._devices = sorted(
-            {
-                t.device.index or 0
-                for t in (*model.parameters(), *tensors_in(inputs))
-                if t.is_cuda
-            }
-        )
-        self._cuda_states = [
-            torch.cuda.get_rng_state(device) for device in self._devices
-        ]
+        tensors = [*model.parameters(), *tensors_in(inputs)]
+        self._devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+        self._cuda_states = [torch.cuda.get_rng_state(d) for d in self._devices]
         self.filled = self._fill_ranges(inputs)
-        modules = [*model.modules(), *self.precisions.values()]
         self._buffers = [
-            (
-                m._buffers,
-                {
-                    name: (t, None if t is None else t.clone())
-                    for name, t in m._buffers.items()
-                },
-            )
-            for m in modules
-            if not isinstance(m, torch.jit.ScriptModule)
+            (module._buffers, _clone_buffers(module))
+            for module in (*model.modules(), *layers)
+            if not isinstance(module, torch.jit.ScriptModule)
         ]
 
     # --- runs -----------------------------------------------------------------------------------------------------
@@ -107,9 +90,13 @@ class RepeatedRuns:
         calls: list[LayerCall] | None = None,
         call: Callable[..., Any] | None = None,
     ) -> list[Tensor]:
-        """Return the floating-point outputs of a forward pass; ``layers`` collects those of all modules.
+        """Return the floating-point outputs of a forward pass.
 
-        ``call``: what is called with the inputs instead of the model, and may call it several times.
+        Args:
+            inputs: arguments of the forward.
+            is_quantized: run at ``level``; False runs in float32.
+            calls: gets the calls of all modules, in the order in which they end.
+            call: called with the inputs instead of the model, which it may call several times.
         """
         self._reset()
         level: int | str = self.level if is_quantized else "float"
@@ -122,14 +109,15 @@ class RepeatedRuns:
         ):
             return floating((call or self.model)(*copy_inputs(inputs, False, {})))
 
-    def outputs_relaid(
+    def outputs_in_other_layout(
         self, inputs: tuple[Any, ...], is_quantized: bool, calls: Any = None
     ) -> list[Tensor]:
-        """Return the outputs where all operands that are no weights have another memory layout."""
-        mode = next(
-            getattr(m, HOOK).mode for m in self.model.modules() if hasattr(m, HOOK)
+        """Return the outputs of a pass in which all operands except weights have another memory layout."""
+        modules = [m for m in self.model.modules() if hasattr(m, HOOK)]
+        mode = getattr(modules[0], HOOK).mode
+        vars(mode)["run_function"] = partial(
+            _run_in_other_layout, mode, mode.run_function
         )
-        vars(mode)["run_function"] = partial(_run_relaid, mode, mode.run_function)
         try:
             return self.outputs(inputs, is_quantized, calls)
         finally:
@@ -148,15 +136,13 @@ class RepeatedRuns:
         parameters = {
             name: p for name, p in self.model.named_parameters() if p.requires_grad
         }
-        call = (
-            partial(checkpoint, self.model, use_reentrant=False)
-            if is_checkpointed
-            else self.model
-        )
+        call: Any = self.model
+        if is_checkpointed:
+            call = partial(checkpoint, self.model, use_reentrant=False)
         recorded = nullcontext() if calls is None else self._recorded(calls)
         with precision(self.model, level, level), torch.enable_grad(), recorded:
             outputs = floating(call(*copy_inputs(inputs, False, {})))
-            losses = [(y * _pattern(y)).sum() for y in outputs if y.requires_grad]
+            losses = [(y * _loss_weights(y)).sum() for y in outputs if y.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()
             if losses and parameters:
                 gradients = torch.autograd.grad(
@@ -171,43 +157,39 @@ class RepeatedRuns:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        """Put buffers and random numbers back to where they were before the first run."""
+        """Restore buffers and random numbers of the time before the first run."""
         random.setstate(self._random_states[0])
         np.random.set_state(self._random_states[1])  # noqa: NPY002
         torch.set_rng_state(self._torch_state)
         for device, state in zip(self._devices, self._cuda_states, strict=True):
             torch.cuda.set_rng_state(state, device)
-        for buffers, before in self._buffers:
-            for name, (tensor, value) in before.items():
+        for buffers, original_buffers in self._buffers:
+            for name, (tensor, value) in original_buffers.items():
                 buffers[name] = tensor
-                if (
-                    tensor is not None
-                    and value is not None
-                    and not torch.equal(tensor, value)
-                ):
+                if tensor is None or value is None:
+                    continue
+                if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
     def _fill_ranges(self, inputs: tuple[Any, ...]) -> list[str]:
-        """Fill empty running ranges with those of the inputs; return the names of their layers."""
-        empty = {
-            name: p
-            for name, p in self.precisions.items()
-            if any(float(r[2]) == 0 for r in p.ranges().values())
+        """Fill empty running ranges from the inputs; return the names of their layers."""
+        with_empty_range = {
+            name: p for name, p in self.precisions.items() if _has_empty_range(p)
         }
-        if not empty:
+        if not with_empty_range:
             return []
+
         modules = dict(self.model.named_modules())
-        for name, p in empty.items():
+        for name, p in with_empty_range.items():
             modules[name].training = p.training = True
         with precision(self.model, self.level, self.level), torch.no_grad():
             self.model(*copy_inputs(inputs, False, {}))
         filled = []
-        for name, p in empty.items():
+        for name, p in with_empty_range.items():
             for running in p.ranges().values():
-                if float(running[2]) > 0:
-                    running.div_(
-                        running[2].clone()
-                    )  # as if it had been seen long enough
+                weight = running[2].clone()
+                if float(weight) > 0:
+                    running.div_(weight)  # weight 1, as after a long training
                     filled.append(name)
             modules[name].training = False
             p.train(False)
@@ -228,14 +210,27 @@ class RepeatedRuns:
 
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
-                if not isinstance(module, (torch.jit.ScriptModule, LayerPrecision)):
-                    hooks.enter_context(
-                        module.register_forward_pre_hook(
-                            partial(begin, name), with_kwargs=True
-                        )
-                    )
-                    hooks.enter_context(module.register_forward_hook(end))
+                if isinstance(module, (torch.jit.ScriptModule, LayerPrecision)):
+                    continue
+                begin_call = partial(begin, name)
+                hooks.enter_context(
+                    module.register_forward_pre_hook(begin_call, with_kwargs=True)
+                )
+                hooks.enter_context(module.register_forward_hook(end))
             yield
+
+
+def _clone_buffers(module: nn.Module) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """Return the buffers of a module with copies of them, by name."""
+    clones: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    for name, buffer in module._buffers.items():
+        clones[name] = (buffer, None if buffer is None else buffer.clone())
+    return clones
+
+
+def _has_empty_range(precision: LayerPrecision) -> bool:
+    """Return whether a layer has a running range of weight 0."""
+    return any(float(running[2]) == 0 for running in precision.ranges().values())
 
 
 def floating(output: Any) -> list[Tensor]:
@@ -248,15 +243,15 @@ def floating(output: Any) -> list[Tensor]:
     return [y for y in tensors if y.is_floating_point() and y.numel()]
 
 
-def relaid(x: Tensor) -> Tensor:
-    """Return the same numbers in another memory layout: the last two dimensions swapped."""
+def change_layout(x: Tensor) -> Tensor:
+    """Return a tensor with the last two dimensions swapped in memory."""
     if x.dim() < 2 or x.layout != torch.strided:
         return x
     is_swapped = x.stride(-2) == 1 and x.shape[-2] > 1 and x.stride(-1) != 1
     return x.contiguous() if is_swapped else x.mT.contiguous().mT
 
 
-def _run_relaid(
+def _run_in_other_layout(
     mode: QuantizedOpsMode,
     run_function: Any,
     function: Any,
@@ -267,10 +262,9 @@ def _run_relaid(
         return run_function(function, args, kwargs)
 
     def other_layout(x: Any) -> Any:
-        is_activation = (
-            isinstance(x, Tensor) and x.is_floating_point() and not mode.is_weight(x)
-        )
-        return relaid(x) if is_activation else x
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x if mode.is_weight(x) else change_layout(x)
 
     with torch._C.DisableTorchFunction():
         args = tuple(other_layout(x) for x in args)
@@ -278,18 +272,18 @@ def _run_relaid(
     return run_function(function, args, kwargs)
 
 
-def _pattern(y: Tensor) -> Tensor:
-    """Return weights of a sum whose gradient is not the same everywhere."""
-    return (
-        torch.arange(1, y.numel() + 1, device=y.device, dtype=y.dtype)
-        .cos()
-        .reshape(y.shape)
-    )
+def _loss_weights(y: Tensor) -> Tensor:
+    """Return weights of a sum over ``y`` that give its elements different gradients."""
+    indices = torch.arange(1, y.numel() + 1, device=y.device, dtype=y.dtype)
+    return indices.cos().reshape(y.shape)
 
 
-def _takes(layer: LayerPrecision, level: int) -> bool:
+def _all_support(layers: Sequence[LayerPrecision], level: int) -> bool:
+    """Return whether all layers have formats at a level."""
+    levels = RoleLevels(level, level, level, level)
     try:
-        layer.check_levels(RoleLevels(level, level, level, level))
+        for layer in layers:
+            layer.check_levels(levels)
     except ValueError:
         return False
     return True
@@ -309,7 +303,7 @@ def _evaluation_mode(
     for m in modules:
         m.training = False
     for p in precisions.values():
-        p.is_fixed = True  # schedulers wait
+        p.is_fixed = True  # no scheduler changes the bits
         p.train(False)
         p._roles = tuple((role, replace(q, rounding="nearest")) for role, q in p._roles)
         p.active_levels = p.active_levels
@@ -318,38 +312,36 @@ def _evaluation_mode(
     finally:
         for m, training in modes:
             m.training = training
-        for p, training, calibrated, roles, in_force, fixed in layers:
-            p.training, p.calibrated, p._roles, p.is_fixed = (
-                training,
-                calibrated,
-                roles,
-                fixed,
-            )
-            p.active_levels = in_force
+        for p, training, calibrated, roles, levels, is_fixed in layers:
+            p.training = training
+            p.calibrated = calibrated
+            p._roles = roles
+            p.is_fixed = is_fixed
+            p.active_levels = levels
 
 
 @contextmanager
 def simulated(
     precisions: Mapping[str, LayerPrecision], on_affine_grids: bool = True
 ) -> Iterator[None]:
-    """Simulate inside the block, on the paper's grids if asked for: a ladder may lack a level."""
-    before = [
+    """Run layers as a simulation inside the block, by default on the paper's grids: a ladder may lack a level."""
+    former = [
         (p, p.execution, p.grids, p.active_levels, p.zeros_unchecked, p.issued_warnings)
         for p in precisions.values()
     ]
-    for p, *_ in before:
+    for p in precisions.values():
         p.issued_warnings = None
-        p.execution, p.grids, p.active_levels = (
-            "simulated",
-            AFFINE_GRIDS if on_affine_grids else p.grids,
-            None,
-        )
+        p.execution = "simulated"
+        if on_affine_grids:
+            p.grids = AFFINE_GRIDS
+        p.active_levels = None
     try:
         yield
     finally:
-        for p, execution, grids, levels, zeros_unknown, given_warnings in before:
-            p.execution, p.grids, p.active_levels = execution, grids, levels
-            p.zeros_unchecked, p.issued_warnings = (
-                zeros_unknown,
-                given_warnings,
-            )  # a warning is still to come
+        for p, execution, grids, levels, zeros_unchecked, issued_warnings in former:
+            p.execution = execution
+            p.grids = grids
+            p.active_levels = levels
+            # restored, so that a warning still to come is not lost
+            p.zeros_unchecked = zeros_unchecked
+            p.issued_warnings = issued_warnings

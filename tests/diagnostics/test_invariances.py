@@ -102,16 +102,24 @@ TOKENS = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[1.0] * 6, [1.0] * 4 + [0.0] * 2, [1.0] * 3 + [0.0] * 3])
 # name of a question -> models that keep what it asks for, or break it: a maker, what breaks it, and the inputs
 CASES = {
-    questions.SAMPLES: (around, {"dims": (0,)}, (TOKENS[:, 0],)),
-    questions.ALONE: (around, {"dims": (0,)}, (TOKENS[:, 0],)),
-    questions.LATER: (partial(around, before=cumulated), {"dims": (1,)}, (TOKENS,)),
-    questions.PREFIX: (partial(around, before=cumulated), {"dims": (1,)}, (TOKENS,)),
+    questions.OTHER_SAMPLES: (around, {"dims": (0,)}, (TOKENS[:, 0],)),
+    questions.ONE_SAMPLE: (around, {"dims": (0,)}, (TOKENS[:, 0],)),
+    questions.LATER_POSITIONS: (
+        partial(around, before=cumulated),
+        {"dims": (1,)},
+        (TOKENS,),
+    ),
+    questions.PREFIX_ALONE: (
+        partial(around, before=cumulated),
+        {"dims": (1,)},
+        (TOKENS,),
+    ),
     questions.OUT_OF_REACH: (
         partial(around, before=neighbours),
         {"dims": (0,)},
         (TOKENS[0],),
     ),
-    questions.CHECKPOINTED: (
+    questions.CHECKPOINTING: (
         around,
         {"dims": (1,), "when": is_recomputed},
         (TOKENS[:, 0],),
@@ -162,8 +170,11 @@ def test_masked_positions_are_found_in_masks_of_any_type(make, read):
             lambda m, x, mask: m.inner(x, mask.reshape(3, 6).float()), inner=inner
         )
 
-    assert answers_of(model(()), TOKENS, read(MASK))[questions.MASKED].status == "holds"
-    wrong = answers_of(model((1,)), TOKENS, read(MASK))[questions.MASKED]
+    assert (
+        answers_of(model(()), TOKENS, read(MASK))[questions.MASKED_POSITIONS].status
+        == "holds"
+    )
+    wrong = answers_of(model((1,)), TOKENS, read(MASK))[questions.MASKED_POSITIONS]
     assert wrong.status == "broken"
     assert wrong.layer.endswith("odd")
 
@@ -173,12 +184,16 @@ def test_masked_positions_in_both_readings_of_a_mask():
         lambda m, x, ignored: m.odd(x).masked_fill(ignored[..., None], 0).sum(1),
         odd=Rounds((1,)),
     )
-    assert answers_of(model, TOKENS, MASK == 0)[questions.MASKED].status == "broken"
+    assert (
+        answers_of(model, TOKENS, MASK == 0)[questions.MASKED_POSITIONS].status
+        == "broken"
+    )
     ignoring = FunctionModule(
         lambda m, x, mask: m.odd(x).sum(1), odd=Rounds((1,))
     )  # float32 reads what the mask leaves out
     assert (
-        answers_of(ignoring, TOKENS, MASK)[questions.MASKED].status == "not applicable"
+        answers_of(ignoring, TOKENS, MASK)[questions.MASKED_POSITIONS].status
+        == "not applicable"
     )
 
 
@@ -206,14 +221,17 @@ class Decoder(nn.Module):
 
 def test_decoding_with_a_cache_is_compared_with_the_full_pass():
     ids = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 1, 2, 3, 3, 0]])
-    assert answers_of(Decoder(False), ids)[questions.CACHED].status == "holds"
+    assert answers_of(Decoder(False), ids)[questions.CACHED_DECODING].status == "holds"
     found = answers_of(Decoder(True), ids, torch.ones(2, 6))
-    assert (found[questions.CACHED].status, found[questions.CACHED].layer) == (
+    assert (
+        found[questions.CACHED_DECODING].status,
+        found[questions.CACHED_DECODING].layer,
+    ) == (
         "broken",
         "odd",
     )
-    assert found[questions.PREFIX].status == "holds"
-    without = answers_of(around(Rounds(), cumulated), TOKENS)[questions.CACHED]
+    assert found[questions.PREFIX_ALONE].status == "holds"
+    without = answers_of(around(Rounds(), cumulated), TOKENS)[questions.CACHED_DECODING]
     assert (without.status, "past_key_values" in without.note) == (
         "not applicable",
         True,
@@ -229,19 +247,19 @@ def test_a_checkpoint_that_fails_for_the_quantised_model_alone_is_broken():
         FunctionModule(forward, layer=nn.Linear(4, 4)),
         TOKENS[:, 0].clone().requires_grad_(),
     )
-    assert found[questions.CHECKPOINTED].status == "broken"
+    assert found[questions.CHECKPOINTING].status == "broken"
     assert "the quantised model raises: torch.utils.checkpoint" in str(
-        found[questions.CHECKPOINTED]
+        found[questions.CHECKPOINTING]
     )
 
 
 def test_another_memory_layout_of_an_input():
     wrong = answers_of(
         nn.Sequential(Rounds((1,), is_strided), nn.Linear(4, 4)), TOKENS[:, 0]
-    )[questions.LAYOUT]
+    )[questions.MEMORY_LAYOUT]
     assert (wrong.status, wrong.layer) == ("broken", "0")
     right = answers_of(nn.Sequential(Rounds(), nn.Linear(4, 4)), TOKENS[:, 0])[
-        questions.LAYOUT
+        questions.MEMORY_LAYOUT
     ]
     assert right.status == "holds"
 
@@ -262,7 +280,7 @@ def test_another_memory_layout_of_operands_inside_a_model(by_strides):
         mix=FunctionModule(lambda m, h: torch.mm(h, h.sin().T)),
     )
     with patch.dict(OP_HANDLERS, {torch.mm: handler}):
-        found = answers_of(model, TOKENS[0])[questions.LAYOUT]
+        found = answers_of(model, TOKENS[0])[questions.MEMORY_LAYOUT]
     assert (found.status, found.layer) == (
         ("broken", "mix") if by_strides else ("holds", None)
     )
@@ -278,7 +296,7 @@ def test_float32_decides_what_is_asked():
     asked = {
         name for name, answer in found.items() if answer.status != "not applicable"
     }
-    assert asked == {questions.CHECKPOINTED, questions.LAYOUT}
+    assert asked == {questions.CHECKPOINTING, questions.MEMORY_LAYOUT}
 
 
 def test_outputs_that_stay_by_chance_are_no_evidence():
@@ -292,7 +310,7 @@ def test_outputs_that_stay_by_chance_are_no_evidence():
     ):  # also where a dimension of the output is as long as one of the input
         assert (
             answers_of(copy.deepcopy(mixing), torch.randn(size, 4))[
-                questions.SAMPLES
+                questions.OTHER_SAMPLES
             ].status
             == "not applicable"
         )
@@ -304,7 +322,7 @@ def test_one_content_of_a_position_is_no_evidence():
         lambda m, x: m.odd(x) + torch.relu(x.abs().max() - 1.01), odd=Rounds((0,))
     )
     assert (
-        answers_of(model, TOKENS[:, 0].clamp(-1, 1))[questions.SAMPLES].status
+        answers_of(model, TOKENS[:, 0].clamp(-1, 1))[questions.OTHER_SAMPLES].status
         == "not applicable"
     )
 
@@ -317,12 +335,12 @@ def test_outputs_that_never_move_are_no_evidence():
         )
 
     model = FunctionModule(forward, odd=Rounds((0,)), layer=nn.Linear(4, 4))
-    assert answers_of(model, TOKENS[:, 0])[questions.SAMPLES].status == "holds"
+    assert answers_of(model, TOKENS[:, 0])[questions.OTHER_SAMPLES].status == "holds"
 
 
 def test_one_sample_is_too_few_and_refused_sizes_are_not_applicable():
     assert (
-        answers_of(nn.Linear(4, 4), TOKENS[:1, 0])[questions.SAMPLES].status
+        answers_of(nn.Linear(4, 4), TOKENS[:1, 0])[questions.OTHER_SAMPLES].status
         == "not applicable"
     )
 
@@ -332,7 +350,7 @@ def test_one_sample_is_too_few_and_refused_sizes_are_not_applicable():
         return m.layer(x)
 
     found = answers_of(FunctionModule(forward, layer=nn.Linear(4, 4)), TOKENS[:, 0])[
-        questions.ALONE
+        questions.ONE_SAMPLE
     ]
     assert (found.status, "three samples, please" in found.note) == (
         "not applicable",
@@ -353,7 +371,7 @@ def test_a_model_that_differs_from_pass_to_pass_is_asked_nothing_more(kind):
         FunctionModule(forward, layer=nn.Linear(4, 4), passes=0), TOKENS[:, 0]
     )
     assert {name: answer.status for name, answer in found.items()} == {
-        questions.REPEATED: "not applicable"
+        questions.REPEATED_PASS: "not applicable"
     }
 
 
@@ -362,7 +380,7 @@ def test_quantised_passes_that_differ_are_broken():
     model = around(Rounds((1,), lambda x: calls.append(1) or len(calls) % 2))
     found = answers_of(model, TOKENS[:, 0])
     assert {name: (a.status, a.layer) for name, a in found.items()} == {
-        questions.REPEATED: ("broken", "parts.odd")
+        questions.REPEATED_PASS: ("broken", "parts.odd")
     }
 
 
@@ -373,7 +391,7 @@ def test_random_numbers_and_buffers_are_the_same_in_every_pass():
 
     model = FunctionModule(forward, layer=nn.Linear(4, 4))
     model.register_buffer("seen", torch.zeros(1))
-    assert answers_of(model, TOKENS[:, 0])[questions.SAMPLES].status == "holds"
+    assert answers_of(model, TOKENS[:, 0])[questions.OTHER_SAMPLES].status == "holds"
     assert model.seen == 0
 
 
@@ -400,8 +418,11 @@ def test_every_input_and_axis_is_tried():
         lambda m, a, given: m.odd(given["x"][0].cumsum(0)) + a, odd=Rounds((0,))
     )
     found = answers_of(model, torch.zeros(4), {"x": [TOKENS.transpose(0, 1)]})
-    assert found[questions.SAMPLES].status == "holds"
-    assert (found[questions.LATER].status, found[questions.LATER].note) == (
+    assert found[questions.OTHER_SAMPLES].status == "holds"
+    assert (
+        found[questions.LATER_POSITIONS].status,
+        found[questions.LATER_POSITIONS].note,
+    ) == (
         "broken",
         "input 2, dimension 0",
     )
@@ -413,11 +434,11 @@ def test_packed_sequences_are_changed_where_their_numbers_are():
 
     packed = pack_sequence([TOKENS[0, :4], TOKENS[1, :3]])
     found = answers_of(FunctionModule(forward, odd=Rounds((0,))), packed)
-    assert found[questions.CHECKPOINTED].status == "holds"
+    assert found[questions.CHECKPOINTING].status == "holds"
     rows = answers_of(
         FunctionModule(lambda m, packed: m.odd(packed.data), odd=Rounds((0,))), packed
     )
-    assert rows[questions.SAMPLES].status == "broken"
+    assert rows[questions.OTHER_SAMPLES].status == "broken"
 
 
 def test_new_contents_are_valid_and_all_new():
@@ -529,8 +550,8 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
     before, others = state()
     numbers = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     found = {answer.name: answer.status for answer in check(model, (x,)).invariances}
-    assert found[questions.SAMPLES] == "broken"
-    assert found[questions.ALONE] == ("not applicable" if fails else "broken")
+    assert found[questions.OTHER_SAMPLES] == "broken"
+    assert found[questions.ONE_SAMPLE] == ("not applicable" if fails else "broken")
     after, others_now = state()
     assert identical(after, before)
     assert others_now == others
@@ -566,7 +587,7 @@ def test_check_is_not_ok_with_a_broken_invariance():
     found = check(model, (TOKENS[:, 0],))
     assert (found.ok, [answer.name for answer in found.broken]) == (
         False,
-        [questions.SAMPLES, questions.ALONE],
+        [questions.OTHER_SAMPLES, questions.ONE_SAMPLE],
     )
     lines = str(found).splitlines()
     assert any(
