@@ -165,7 +165,7 @@ def test_signals_of_terminals_and_batch_systems_stop_a_sweep_however_often_they_
     with Signals() as found:
         os.kill(os.getpid(), number)
         assert found.stop.is_set()
-        found.asked -= 10  # seconds ago
+        found._stop_time -= 10  # seconds ago
         os.kill(os.getpid(), number)
         assert not found.kill.is_set()
     assert signal.getsignal(number) is before
