@@ -923,7 +923,7 @@ def doctor() -> None:
     from cpt_lab.doctor import examine
     from cpt_lab.sweeps.stores import FREE_BYTES
 
-    checks = examine(least=FREE_BYTES)
+    checks = examine(min_free_bytes=FREE_BYTES)
     for check in checks:
         typer.echo(check)
     if any(check.state == "refused" for check in checks):

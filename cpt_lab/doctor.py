@@ -1,4 +1,4 @@
-"""Checks of the machine: what a sweep finds here, what is missing, what that costs and how to mend it.
+"""Checks of the machine that sweeps run on: each gives a state, its consequence and a remedy.
 
 >>> check = Check("git", "degraded", "git is not installed: rows name no commit", "install git")
 >>> print(check)
@@ -41,7 +41,7 @@ MAX_SOCKET_PATH = 107  # bytes that the system allows for the name of a socket
 SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # of multiprocessing's server
 DRIVER = Path("/proc/driver/nvidia/version")
 MOUNTS = Path("/proc/self/mountinfo")
-# File systems whose locks other machines do not see, by type and an option that says so; None always.
+# File systems whose locks other machines do not see: type, and the mount option that makes it so; None: always.
 LOCAL_LOCKS = (
     ("fuse.sshfs", None),
     ("fuse.rclone", None),
@@ -58,7 +58,7 @@ LOCAL_LOCKS = (
     ("smb3", "nobrl"),
 )
 
-# Another process's try to lock a file that this one has locked: 0 when it gets the lock, 1 when it does not.
+# Program that tries to lock a file: exit status 0 when it gets the lock, 1 when it does not.
 OTHER_PROCESS = """
 import fcntl, sys
 with open(sys.argv[1]) as file:
@@ -74,29 +74,29 @@ class MachineError(OSError):
 
 
 class Check(NamedTuple):
-    """What was found of one thing."""
+    """Result of one check."""
 
     name: str
     state: State  # "refused": a sweep cannot start
-    text: str  # what there is, and what it costs
-    remedy: str = ""
+    text: str  # the state of the machine, and its consequence
+    remedy: str = ""  # how to fix it
 
     def __str__(self) -> str:
         return f"{self.name:<12} {self.state:<9} {self.words}"
 
     @property
     def words(self) -> str:
-        """The text, with the remedy."""
+        """Text and remedy."""
         return f"{self.text}; {self.remedy}" if self.remedy else self.text
 
 
 # --- all together --------------------------------------------------------------------------------
-def examine(folder: Path | None = None, least: int = 0) -> list[Check]:
+def examine(folder: Path | None = None, min_free_bytes: int = 0) -> list[Check]:
     """Return all checks of this machine, for sweeps that write into a folder.
 
     Args:
-        folder: of the stores; None takes ``runs_dir()``.
-        least: bytes that must be free there.
+        folder: folder of the stores; None takes ``runs_dir()``.
+        min_free_bytes: disk space that must be free there.
     """
     folder = folder or runs_dir()
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -104,7 +104,7 @@ def examine(folder: Path | None = None, least: int = 0) -> list[Check]:
         "kernels": check_kernels,
         "git": check_git,
         "locks": partial(check_locks, folder),
-        "disk": partial(check_disk, folder, least),
+        "disk": partial(check_disk, folder, min_free_bytes),
         "/dev/shm": check_shared_memory,
         "temporary": check_temporary,
         "processes": check_processes,
@@ -113,19 +113,19 @@ def examine(folder: Path | None = None, least: int = 0) -> list[Check]:
         "GPU": check_gpu,
         "user": check_user,
     }
-    found = [_made(name, check) for name, check in checks.items()]
-    for path in missing:  # as it was before
+    results = [_run_check(name, check) for name, check in checks.items()]
+    for path in missing:  # remove the folders that the checks have created
         with suppress(OSError):
             path.rmdir()
-    return found
+    return results
 
 
 def check_sweep(folder: Path, starts: bool = True) -> None:
-    """Warn of what is degraded for a sweep that writes into a folder, once in a process; takes milliseconds.
+    """Run the quick checks for a sweep, and warn once per process of everything that is degraded.
 
     Args:
-        folder: of its store.
-        starts: whether its runs are processes of their own.
+        folder: folder of the store.
+        starts: whether the runs are separate processes.
 
     Raises:
         MachineError: when the sweep cannot start.
@@ -133,7 +133,7 @@ def check_sweep(folder: Path, starts: bool = True) -> None:
     if (folder, starts) in _checked:
         return
     quick: dict[str, Callable[[], Check]] = {
-        "kernels": partial(check_kernels, beside=folder / "kernels"),
+        "kernels": partial(check_kernels, fallback=folder / "kernels"),
         "git": check_git,
         "locks": partial(check_locks, folder),
         "disk": partial(check_disk, folder),
@@ -142,16 +142,18 @@ def check_sweep(folder: Path, starts: bool = True) -> None:
     if starts:
         quick |= {"temporary": check_temporary, "processes": check_processes}
     for name, check in quick.items():
-        found = _made(name, check)
-        if found.state == "refused":
+        result = _run_check(name, check)
+        if result.state == "refused":
             raise MachineError(
-                f"{found.name}: {found.words}; `cpt doctor` checks this machine"
+                f"{result.name}: {result.words}; `cpt doctor` checks this machine"
             )
-        if found.state == "degraded" and found not in _warned:
-            _warned.add(found)
+        if result.state == "degraded" and result not in _warned:
+            _warned.add(result)
             if name == "git":
                 told_of_commit()
-            warnings.warn(f"{found.name}: {found.words}", MachineWarning, stacklevel=3)
+            warnings.warn(
+                f"{result.name}: {result.words}", MachineWarning, stacklevel=3
+            )
     _checked.add((folder, starts))
 
 
@@ -159,10 +161,11 @@ _checked: set[tuple[Path, bool]] = set()
 _warned: set[Check] = set()
 
 
-def _made(name: str, check: Callable[[], Check]) -> Check:
+def _run_check(name: str, check: Callable[[], Check]) -> Check:
+    """Run a check; if it raises, return a result that says so."""
     try:
         return check()
-    except Exception as error:  # a check is no reason to stop
+    except Exception as error:  # a broken check must not stop a sweep
         return Check(
             name,
             "degraded",
@@ -172,19 +175,19 @@ def _made(name: str, check: Callable[[], Check]) -> Check:
 
 
 # --- each ----------------------------------------------------------------------------------------
-def check_kernels(beside: Path | None = None) -> Check:
+def check_kernels(fallback: Path | None = None) -> Check:
     """Check whether the C++ kernels are built, or can be, once for all processes.
 
     Args:
-        beside: a folder that takes them, by ``CPT_KERNELS_DIR``, where there is no other.
+        fallback: folder for the kernels where there is no other; set as ``CPT_KERNELS_DIR``.
     """
     if sys.platform == "win32" or os.environ.get("CPT_KERNELS") == "reference":
         return Check(
             "kernels", "fine", "plain torch, as CPT_KERNELS or Windows asks for"
         )
     folder, reason, built, compiler = _find_kernels()
-    if folder is None and beside is not None:
-        folder = _kernels_beside(beside)
+    if folder is None and fallback is not None:
+        folder = _use_kernel_folder(fallback)
     if folder is None:
         cost = "every process builds the C++ kernels anew, half a minute of processor time each"
         return Check(
@@ -212,20 +215,20 @@ def check_kernels(beside: Path | None = None) -> Check:
 
 
 def _find_kernels() -> Any:
-    """Return the ``Place`` of the C++ kernels, by name: only the backend opens them, and nothing is built here."""
+    """Return the ``Place`` of the C++ kernels without building or loading them."""
     return import_module("cpt_extras.kernels.cpp.spare_folders").find_kernel_location()
 
 
-def _kernels_beside(folder: Path) -> Path | None:
-    """Let all processes keep kernels in a folder, by ``CPT_KERNELS_DIR``; return it, None where it is not safe."""
-    before = os.environ.get("CPT_KERNELS_DIR")
+def _use_kernel_folder(folder: Path) -> Path | None:
+    """Set ``CPT_KERNELS_DIR`` for all processes; return the folder, or None where it is not safe."""
+    former_value = os.environ.get("CPT_KERNELS_DIR")
     os.environ["CPT_KERNELS_DIR"] = str(folder)
-    found: Path | None = _find_kernels().folder
-    if found is None and before is None:
+    usable_folder: Path | None = _find_kernels().folder
+    if usable_folder is None and former_value is None:
         del os.environ["CPT_KERNELS_DIR"]
-    elif found is None and before is not None:
-        os.environ["CPT_KERNELS_DIR"] = before
-    return found
+    elif usable_folder is None and former_value is not None:
+        os.environ["CPT_KERNELS_DIR"] = former_value
+    return usable_folder
 
 
 def check_git() -> Check:
@@ -256,7 +259,7 @@ def check_locks(folder: Path) -> Check:
     """Check whether the locks of a folder exclude another process."""
     elsewhere = "name a folder on another disk with CPT_RUNS_DIR"
     try:
-        done = _locked_out(folder)
+        excludes_others = _excludes_other_process(folder)
     except ImportError:
         return Check("locks", "fine", "those of this system")
     except OSError as error:
@@ -274,14 +277,15 @@ def check_locks(folder: Path) -> Check:
             cost,
             f"remove *.lock when no sweep runs, or {elsewhere}",
         )
-    if not done:
+    if not excludes_others:
         cost = f"a lock in {folder} excludes nobody: two processes had it at once, and rows could be lost"
         return Check("locks", "refused", cost, elsewhere)
     kind, options = mount_of(folder)
-    if any(
-        kind == one and (option is None or option in options)
-        for one, option in LOCAL_LOCKS
-    ):
+    has_local_locks = any(
+        kind == local_kind and (option is None or option in options)
+        for local_kind, option in LOCAL_LOCKS
+    )
+    if has_local_locks:
         cost = f"{folder} is on {kind}, whose locks other machines do not see: two of them may do one run"
         return Check(
             "locks", "degraded", cost, "give every machine a CPT_RUNS_DIR of its own"
@@ -293,8 +297,8 @@ def check_locks(folder: Path) -> Check:
     )
 
 
-def _locked_out(folder: Path) -> bool:
-    """Return whether another process cannot have a lock that this one has."""
+def _excludes_other_process(folder: Path) -> bool:
+    """Return whether a lock in a folder excludes another process."""
     import fcntl
 
     with _probe(folder) as file:
@@ -316,7 +320,7 @@ def _status_of_other(path: str) -> int:
         pass
     with warnings.catch_warnings(
         action="ignore"
-    ):  # of threads: the fork calls the system alone
+    ):  # about threads: the child only makes system calls
         process = os.fork()
     if process == 0:
         import fcntl
@@ -341,8 +345,8 @@ def check_processes() -> Check:
     )
 
 
-def check_disk(folder: Path, least: int = 0) -> Check:
-    """Check the room in a folder, and whether its disk says when it has a file."""
+def check_disk(folder: Path, min_free_bytes: int = 0) -> Check:
+    """Check the free space of a folder, and whether its disk confirms that a file was written."""
     import shutil
 
     elsewhere = "make room, or name a folder on another disk with CPT_RUNS_DIR"
@@ -364,9 +368,12 @@ def check_disk(folder: Path, least: int = 0) -> Check:
             elsewhere,
         )
     room = f"{free / 1e9:,.1f} GB free in {folder}"
-    if free < least:
+    if free < min_free_bytes:
         return Check(
-            "disk", "refused", f"{room}; a run needs {least / 1e9:.1f}", elsewhere
+            "disk",
+            "refused",
+            f"{room}; a run needs {min_free_bytes / 1e9:.1f}",
+            elsewhere,
         )
     if unsynced:
         files.suppress_unsynced_warning()
@@ -385,7 +392,7 @@ def check_disk(folder: Path, least: int = 0) -> Check:
 
 
 def check_shared_memory() -> Check:
-    """Check the memory through which processes hand on the images that they read."""
+    """Check the shared memory, which passes images from reading processes to the training process."""
     room = shared_memory()
     if room is None:
         return Check("/dev/shm", "fine", "no limit of its own")
@@ -401,8 +408,8 @@ def check_shared_memory() -> Check:
 
 
 def check_temporary() -> Check:
-    """Check the folder for temporary files, where the processes of a sweep meet."""
-    given = os.environ.get("TMPDIR")
+    """Check the folder for temporary files, which holds the socket of the processes of a sweep."""
+    tmpdir = os.environ.get("TMPDIR")
     try:
         folder = tempfile.gettempdir()
         tempfile.TemporaryFile(dir=folder).close()
@@ -417,17 +424,18 @@ def check_temporary() -> Check:
         longest = MAX_SOCKET_PATH - len(SOCKET_NAME)
         cost = f"{folder} is too long a path for the socket through which runs start: at most {longest} characters"
         return Check("temporary", "refused", cost, "set TMPDIR to a shorter one")
-    if given and not os.path.isdir(given):
-        return Check("temporary", "fine", f"{folder}, for TMPDIR={given} is not there")
+    if tmpdir and not os.path.isdir(tmpdir):
+        return Check("temporary", "fine", f"{folder}, for TMPDIR={tmpdir} is not there")
     return Check("temporary", "fine", folder)
 
 
 def check_cores() -> Check:
-    """Check how many cores are granted, and whether torch knows."""
+    """Check how many cores this process may use, and whether torch uses more."""
     import torch
 
-    usable, there, threads = usable_cores(), existing_cores(), torch.get_num_threads()
-    granted = f"{usable} of {there}" if usable < there else f"{usable}"
+    usable, existing = usable_cores(), existing_cores()
+    threads = torch.get_num_threads()
+    granted = f"{usable} of {existing}" if usable < existing else f"{usable}"
     if threads > usable:
         cost = f"{granted} granted, but torch takes {threads} threads in programs of your own, and is slower"
         return Check(
@@ -440,7 +448,7 @@ def check_cores() -> Check:
 
 
 def check_memory() -> Check:
-    """Check how much memory is granted."""
+    """Check how much memory this process may use."""
     usable = usable_memory()
     if usable < LITTLE_MEMORY:
         cost = (
@@ -485,25 +493,25 @@ def older_torch() -> str:
 
 
 def check_user() -> Check:
-    """Check the user: a home for caches, a name."""
+    """Check that the user has a home folder for caches."""
     home = os.path.expanduser("~")
-    who = f"number {os.geteuid()}" if hasattr(os, "geteuid") else "this user"
+    user = f"number {os.geteuid()}" if hasattr(os, "geteuid") else "this user"
     with suppress(ImportError, KeyError):
         import pwd
 
-        who = pwd.getpwuid(os.geteuid()).pw_name
+        user = pwd.getpwuid(os.geteuid()).pw_name
     if not os.path.isdir(home) or not os.access(home, os.W_OK | os.X_OK):
-        cost = f"{who} has no home that can be written to ({home}): caches are lost with temporary files"
+        cost = f"{user} has no home that can be written to ({home}): caches are lost with temporary files"
         return Check(
             "user", "degraded", cost, "set HOME, or CPT_KERNELS_DIR and CPT_DATA_DIR"
         )
-    return Check("user", "fine", f"{who}, home {home}")
+    return Check("user", "fine", f"{user}, home {home}")
 
 
 # --- what they ask -------------------------------------------------------------------------------
 @contextmanager
 def _probe(folder: Path) -> Iterator["tempfile._TemporaryFileWrapper[bytes]"]:
-    """Make a file in a folder, and remove it."""
+    """Create a file in a folder for a ``with`` block."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
         dir=folder, prefix=".cpt-doctor-", suffix=".lock"
@@ -514,31 +522,44 @@ def _probe(folder: Path) -> Iterator["tempfile._TemporaryFileWrapper[bytes]"]:
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, such as "580.65.06"; None without one."""
     try:
-        found = re.search(
+        match = re.search(
             r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER.read_text(encoding="utf-8")
         )
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
-def mount_of(folder: Path) -> tuple[str, list[str]]:
-    """Return the type of the file system of a folder, and its options; "" where the system does not say."""
-    place, found = folder.resolve(), ("", [""])
+class Mount(NamedTuple):
+    """File system of a folder."""
+
+    kind: str  # such as "nfs4"; "" if it is not known
+    options: list[str]
+
+
+def mount_of(folder: Path) -> Mount:
+    """Return the type and the options of the file system of a folder."""
+    resolved = folder.resolve()
+    innermost = Mount("", [""])
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return found
-    longest = -1
+        return innermost
+
+    depth = -1
     for line in lines:
         before, _, after = line.partition(" - ")
-        mounted = Path(
-            re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
-        )
-        if place.is_relative_to(mounted) and len(mounted.parts) >= longest:
-            kind, _, options = after.split(" ", 2)
-            longest, found = (
-                len(mounted.parts),
-                (kind, options.split(",") + before.split()[5].split(",")),
-            )
-    return found
+        escaped_path, options = before.split()[4:6]
+        mount_point = Path(re.sub(r"\\(\d{3})", _decode_octal, escaped_path))
+        if not resolved.is_relative_to(mount_point):
+            continue
+        if len(mount_point.parts) >= depth:
+            kind, _, super_options = after.split(" ", 2)
+            depth = len(mount_point.parts)
+            innermost = Mount(kind, super_options.split(",") + options.split(","))
+    return innermost
+
+
+def _decode_octal(match: re.Match[str]) -> str:
+    """Return the character of an octal escape, as the kernel writes blanks in paths."""
+    return chr(int(match[1], 8))

@@ -1,7 +1,7 @@
-"""The version of the numerics of result rows: which one made a row, and a warning where rows of several meet.
+"""Numerics version of result rows, and a warning for rows of several versions in one table. Without torch.
 
-Rows carry it as ``numerics``. Older rows have none: theirs follows from the release that they name, see
-``cpt_core.numerics``. Needs no torch.
+Rows have the version as ``numerics``. The version of older rows follows from the release that they name, see
+``cpt_core.numerics``.
 
 >>> numerics_of({"numerics": 2})
 2
@@ -24,7 +24,7 @@ Counts = dict[int | None, int]
 
 
 class OtherNumericsWarning(UserWarning):
-    """Rows were made with another version of the numerics than that of this package."""
+    """Warning about rows that were made with another numerics version than this package's."""
 
 
 def numerics_of(row: Mapping[str, Any]) -> int | None:
@@ -67,20 +67,20 @@ def describe_counts(counts: Counts) -> str:
 def warn_of_other_numerics(
     rows: Iterable[Mapping[str, Any]], stacklevel: int = 2
 ) -> None:
-    """Warn where rows that are put together were not all made with the numerics of this package."""
+    """Warn if rows of one table were not all made with the numerics of this package."""
     rows = list(rows)
     counts = count_numerics(rows)
     if set(counts) <= {NUMERICS}:
         return
-    others = (
+    old_rows = [
         row for row in rows if row.get("status") != "failed" and not is_comparable(row)
-    )
-    stores = sorted({row["store"] for row in others if row.get("store")})
-    where = (
-        f" (the others in {', '.join(stores[:3])}{' and more' if len(stores) > 3 else ''})"
-        if stores
-        else ""
-    )
+    ]
+    stores = sorted({row["store"] for row in old_rows if row.get("store")})
+    where = ""
+    if stores:
+        more = " and more" if len(stores) > 3 else ""
+        where = f" (the others in {', '.join(stores[:3])}{more})"
+
     warnings.warn(
         f"rows of other numerics than today's, {NUMERICS}: {describe_counts(counts)}{where}; equal seeds "
         "gave other noise there, so that such rows are neither paired nor reruns of each other. The column numerics "

@@ -1,8 +1,8 @@
-"""Where things are: every path of the project comes from here.
+"""Paths of the project: folders of data, runs, committed rows and notebooks.
 
-In a checkout, and in an unpacked source distribution, all lies in its folders. A wheel carries the committed rows, the
-paper's numbers and the notebooks inside the package, under ``shipped``; what it writes goes to the user's own folders,
-never beside the package.
+In a checkout, and in an unpacked source distribution, they are folders of the repository. A wheel carries the committed
+rows, the paper's numbers and the notebooks inside the package, under ``shipped``; what it writes goes to
+the user's folders, never beside the package.
 """
 
 import os
@@ -27,18 +27,18 @@ CHECKOUT = None if _SHIPPED.is_dir() else ROOT
 
 
 def work_dir() -> Path:
-    """Return the folder that relative paths of the user's mean: the checkout, else the working directory."""
+    """Return the folder that relative paths start from: the checkout, else the working directory."""
     return CHECKOUT or Path.cwd()
 
 
-def _given(name: str) -> Path | None:
-    """Return the folder that a variable names; ``~`` is the user's home also where no shell has read it."""
-    given = os.environ.get(name)
+def _folder_from_environment(name: str) -> Path | None:
+    """Return the folder that an environment variable names, with ``~`` expanded; None if it is not set."""
+    value = os.environ.get(name)
     try:
-        return Path(given).expanduser() if given else None
+        return Path(value).expanduser() if value else None
     except RuntimeError:
         raise ValueError(
-            f"{name}={given}: this user has no home folder; give the whole path"
+            f"{name}={value}: this user has no home folder; give the whole path"
         ) from None
 
 
@@ -47,8 +47,9 @@ def data_dir() -> Path:
 
     A user without a home has ``data/cache`` in the working directory.
     """
-    if given := _given("CPT_DATA_DIR"):
-        return given
+    folder = _folder_from_environment("CPT_DATA_DIR")
+    if folder:
+        return folder
     if CHECKOUT is None:
         with suppress(RuntimeError):
             cache = user_cache_path("cpt_core", appauthor=False)
@@ -59,33 +60,41 @@ def data_dir() -> Path:
 
 def runs_dir() -> Path:
     """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs`` in ``work_dir()``."""
-    return _given("CPT_RUNS_DIR") or work_dir() / "runs"
+    return _folder_from_environment("CPT_RUNS_DIR") or work_dir() / "runs"
 
 
-def _kept(place: str) -> Path:
-    """Return a folder of what is committed: that of the checkout, or what a wheel carries of it."""
+def _shipped_folder(place: str) -> Path:
+    """Return a folder of committed files: in the checkout, or inside an installed wheel."""
     return CHECKOUT / place if CHECKOUT else _SHIPPED / Path(place).name
 
 
-results_dir = partial(_kept, "data/results")  # the result rows
-paper_dir = partial(_kept, "data/paper")  # the numbers taken from the paper
-cards_dir = partial(_kept, "data/cards")  # a page per data set
-notebooks_dir = partial(_kept, "notebooks")
-solutions_dir = partial(_kept, "notebooks/solutions")  # of the notebooks' exercises
+results_dir = partial(_shipped_folder, "data/results")  # the result rows
+paper_dir = partial(_shipped_folder, "data/paper")  # the numbers taken from the paper
+cards_dir = partial(_shipped_folder, "data/cards")  # a page per data set
+notebooks_dir = partial(_shipped_folder, "notebooks")
+solutions_dir = partial(
+    _shipped_folder, "notebooks/solutions"
+)  # of the notebooks' exercises
 sweeps_dir = partial(
-    _kept, "notebooks/sweeps"
+    _shipped_folder, "notebooks/sweeps"
 )  # the paper's sweeps as parameters for `papermill -f`
-study_dir = partial(_kept, "examples/study")  # what a study of one's own begins with
+study_dir = partial(
+    _shipped_folder, "examples/study"
+)  # template of a study with the user's own model
 
 
 def all_stores() -> list[Path]:
     """Return the committed stores and those under ``runs/`` but for smoke runs."""
-    own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
-    return [*sorted(results_dir().glob("*.jsonl")), *own]
+    local_stores = [
+        path
+        for path in sorted(runs_dir().glob("*/*.jsonl"))
+        if path.parent.name != "smoke"
+    ]
+    return [*sorted(results_dir().glob("*.jsonl")), *local_stores]
 
 
 def command(words: str) -> str:
-    """Return a command of this package as it can be typed here: by this Python, whether or not it is on the path."""
+    """Return the shell command that runs ``cpt`` with some words by this Python, also if ``cpt`` is not on the path."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())

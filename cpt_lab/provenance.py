@@ -1,4 +1,4 @@
-"""Where a row comes from: commit, libraries, processor, threads - what must agree for a run to repeat bit for bit.
+"""Provenance of result rows: commit, libraries, processor and threads, which must be equal for bit-for-bit repetition.
 
 >>> sorted(source())
 ['commit', 'dirty', 'python', 'started']
@@ -18,7 +18,7 @@ from cpt_extras.cpu_info import cpu
 from cpt_lab.paths import CHECKOUT, ROOT, results_dir
 from cpt_lab.resources import MachineWarning
 
-# Modules that may take part in a run, by the distribution that installs them.
+# Modules that a run may import, by the distribution that installs them.
 LIBRARIES = {
     "cpt-core": "cpt_core",
     "torch": "torch",
@@ -41,7 +41,7 @@ SWITCHES += ["CPT_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG"]
 
 
 def source() -> dict[str, Any]:
-    """Return the commit of the checkout, Python, and the time: what is known without torch."""
+    """Return the time, the Python version and the commit of the checkout."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -49,13 +49,13 @@ def source() -> dict[str, Any]:
     }
 
 
-_told = False  # that the commit is not known
+_has_warned_of_commit = False
 
 
 def told_of_commit() -> None:
-    """Note that the user has been told of a commit that is not known."""
-    global _told
-    _told = True
+    """Suppress the warning of an unknown commit, because the user has seen it."""
+    global _has_warned_of_commit
+    _has_warned_of_commit = True
 
 
 class Commit(NamedTuple):
@@ -72,10 +72,10 @@ def commit() -> dict[str, Any]:
     Warns:
         MachineWarning: once in a process, of a checkout whose commit is not known.
     """
-    global _told
+    global _has_warned_of_commit
     name, dirty, reason = find_commit()
-    if name is None and CHECKOUT is not None and not _told:
-        _told = True
+    if name is None and CHECKOUT is not None and not _has_warned_of_commit:
+        _has_warned_of_commit = True
         warnings.warn(
             f"rows name no commit (null): {reason}; `cpt doctor` checks this machine",
             MachineWarning,
@@ -87,7 +87,7 @@ def commit() -> dict[str, Any]:
 def find_commit() -> Commit:
     """Return the commit of the checkout and whether tracked files differ from it, or why that is not known.
 
-    The rows kept under ``data/results`` take no part in a run: one that has just come makes the next one not dirty.
+    Committed rows under ``data/results`` do not count: a new row there does not make the tree of the next run dirty.
     """
     if CHECKOUT is None:
         return Commit(
@@ -103,7 +103,7 @@ def find_commit() -> Commit:
         top, name = _git("rev-parse", "--show-toplevel", "HEAD").splitlines()
         if not os.path.samefile(
             top, CHECKOUT
-        ):  # git looks for one in the folders above where .git is damaged
+        ):  # if .git is damaged, git searches the folders above
             return Commit(
                 None,
                 None,
@@ -123,10 +123,10 @@ def find_commit() -> Commit:
 
 
 def _git(*words: str) -> str:
-    """Return what git says of the checkout, whoever owns it and whatever the environment says of repositories.
+    """Run git in the checkout and return its output; the owner and git's environment variables are ignored.
 
-    Git trusts no repository of another user, for its configuration may name programs that git then runs. The code of
-    this one runs already. Locks that only make later calls faster are not taken: many runs ask at once.
+    Git trusts no repository of another user, because its configuration may name programs that git then runs. The code
+    of this repository runs already. Optional locks are not taken, because many runs call git at once.
 
     Raises:
         ValueError: with git's reason.
@@ -135,17 +135,17 @@ def _git(*words: str) -> str:
         name: value for name, value in os.environ.items() if not name.startswith("GIT_")
     } | {"LC_ALL": "C"}
     options = ("-c", "safe.directory=*", "--no-optional-locks", "-C", str(CHECKOUT))
-    # the second time without the user's settings, which may be in the home of somebody else
+    # The second attempt ignores the user's settings, which may be in the home of another user.
     for settings in ({}, {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}):
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", *options, *words],
             capture_output=True,
             text=True,
             env=plain | settings,
         )
-        if not done.returncode:
-            return done.stdout
-    lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        if not completed.returncode:
+            return completed.stdout
+    lines = completed.stderr.strip().splitlines() or [f"status {completed.returncode}"]
     raise ValueError(lines[0].removeprefix("fatal: "))
 
 
@@ -167,7 +167,7 @@ def version(name: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what computes on the CPU: its model, the instructions it has and torch uses, threads, BLAS, oneDNN.
+    """Return the CPU with its instructions, the instructions that torch uses, threads, BLAS and oneDNN.
 
     ``switches`` holds the environment variables that choose how it computes, where there are any.
     """
@@ -176,8 +176,8 @@ def machine() -> dict[str, Any]:
     config = torch.__config__.show()
 
     def built_with(pattern: str) -> str | None:
-        found = re.search(pattern, config)
-        return found[1] if found else None
+        match = re.search(pattern, config)
+        return match[1] if match else None
 
     return {
         **cpu(),

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory, and the memory that it shares with its children.
+"""Resources that this process may use: CPU cores, memory, and shared memory.
 
 A batch system or a container grants less than the machine has: by the cores that a process may run on, or by quotas of
 its control groups (cgroups, version 2 or 1).
@@ -20,11 +20,11 @@ _runs = 1
 
 
 class MachineWarning(UserWarning):
-    """Something of this machine costs time, safety or knowledge; the message says what, and how to mend it."""
+    """Warning about a property of this machine that costs time or safety, with a remedy."""
 
 
 def share_with(runs: int) -> None:
-    """Say that so many runs, this process's included, share the machine from now on: each has its part of it."""
+    """Set the number of runs that share the machine: each may use an equal part."""
     global _runs
     _runs = max(1, runs)
 
@@ -35,27 +35,28 @@ def existing_cores() -> int:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may keep busy, at least 1: its part of those it may run on and its quotas."""
-    there = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-    return max(1, math.floor(min([there, *map(_cores, _groups("cpu"))]) / _runs))
+    """Return how many cores this process may use, at least 1, within its CPU affinity and quotas."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quotas = [_cores(group) for group in _groups("cpu")]
+    return max(1, math.floor(min([cores, *quotas]) / _runs))
 
 
 def usable_memory() -> int:
-    """Return its part of the machine's memory, or of what its control groups grant, in bytes."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min([there, *map(_bytes, _groups("memory"))]) / _runs)
+    """Return how much memory this process may use, in bytes, within its quotas."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    quotas = [_bytes(group) for group in _groups("memory")]
+    return int(min([total, *quotas]) / _runs)
 
 
 def shared_memory() -> int | None:
-    """Return its part of the memory that processes can share, or what is free of it, in bytes; None without a limit."""
+    """Return how much shared memory this process may use, in bytes; None without a limit."""
     if not SHARED.is_dir():
         return None
-    found = os.statvfs(SHARED)
-    return found.f_frsize * min(found.f_bavail, found.f_blocks // _runs)
+    status = os.statvfs(SHARED)
+    return status.f_frsize * min(status.f_bavail, status.f_blocks // _runs)
 
 
 def _groups(controller: str) -> Iterator[Path]:
@@ -79,14 +80,18 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _cores(group: Path) -> float:
-    quota = _read(group / "cpu.max") or _read(group / "cpu.cfs_quota_us") + _read(
-        group / "cpu.cfs_period_us"
-    )
+    """Return the CPU quota of a control group, in cores; infinite without one."""
+    quota = _read(group / "cpu.max")  # version 2
+    if not quota:  # version 1
+        quota = _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
     granted, *period = quota.split() or ["max"]
-    return math.inf if granted in ("max", "-1") else int(granted) / int(period[0])
+    if granted in ("max", "-1"):
+        return math.inf
+    return int(granted) / int(period[0])
 
 
 def _bytes(group: Path) -> float:
+    """Return the memory limit of a control group, in bytes; infinite without one."""
     granted = (
         _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
     ).strip()
@@ -94,6 +99,7 @@ def _bytes(group: Path) -> float:
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file; "" if it does not exist."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:  # not this system, not this version, or not in this group

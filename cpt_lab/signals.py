@@ -1,4 +1,4 @@
-"""Signals that end a sweep, and messages to a terminal that may be gone by then.  No torch."""
+"""Signals that end a sweep, and messages to a terminal that may be closed by then. Without torch."""
 
 import os
 import signal
@@ -16,9 +16,11 @@ PASSED_ON = tuple(
 
 
 def handle_signals(handler: Callable[[int, Any], Any]) -> dict[int, Any]:
-    """Let a function answer Ctrl-C and what is like it; return what did so before, by signal."""
-    ours = (signal.SIG_DFL, signal.default_int_handler)
-    passed_on = [number for number in PASSED_ON if signal.getsignal(number) in ours]
+    """Install a handler for Ctrl-C and similar signals; return the former handlers by signal."""
+    default_handlers = (signal.SIG_DFL, signal.default_int_handler)
+    passed_on = [
+        number for number in PASSED_ON if signal.getsignal(number) in default_handlers
+    ]
     return {
         number: signal.signal(number, handler)
         for number in (signal.SIGINT, signal.SIGTERM, *passed_on)
@@ -26,7 +28,7 @@ def handle_signals(handler: Callable[[int, Any], Any]) -> dict[int, Any]:
 
 
 def say(text: str) -> None:
-    """Write to stderr, unless nobody can read it any more, as after the terminal was closed."""
+    """Write to stderr; do nothing if the terminal was closed."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -35,7 +37,7 @@ def say(text: str) -> None:
 
 
 def silence(stream: Any) -> None:
-    """Let what is still to be written to a stream that is gone go nowhere, also when Python ends."""
+    """Redirect a closed stream to the null device, so that Python can exit without an error."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

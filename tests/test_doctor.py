@@ -140,7 +140,7 @@ def test_check_locks_knows_locks_that_other_machines_do_not_see(
 
 def test_check_disk_says_what_there_is_room_for(tmp_path, monkeypatch):
     assert doctor.check_disk(tmp_path).state == "fine"
-    assert doctor.check_disk(tmp_path, least=2**60).state == "refused"
+    assert doctor.check_disk(tmp_path, min_free_bytes=2**60).state == "refused"
     monkeypatch.setattr(doctor, "LITTLE_DISK", 2**60)
     assert doctor.check_disk(tmp_path).state == "degraded"
     assert doctor.check_disk(Path("/proc/nope")).state == "refused"
@@ -345,11 +345,11 @@ def test_check_sweep_warns_once_and_refuses_each_time(tmp_path, monkeypatch):
         "check_git",
         lambda: Check("git", "degraded", "no commit", "install git"),
     )
-    monkeypatch.setattr(provenance, "_told", False)
+    monkeypatch.setattr(provenance, "_has_warned_of_commit", False)
     with pytest.warns(MachineWarning, match="git: no commit; install git") as said:
         doctor.check_sweep(tmp_path / "a")
     assert len(said) == 1
-    assert provenance._told, "rows do not say it again"
+    assert provenance._has_warned_of_commit, "rows do not say it again"
     with warnings.catch_warnings(action="error"):
         doctor.check_sweep(tmp_path / "a")
         doctor.check_sweep(tmp_path / "b")
@@ -405,7 +405,7 @@ def test_cpt_doctor_ends_with_1_when_something_is_refused(
 ):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     found = [Check("git", "degraded", "no commit"), Check("x", "fine", "y")]
-    monkeypatch.setattr(doctor, "examine", lambda least: found)
+    monkeypatch.setattr(doctor, "examine", lambda min_free_bytes: found)
     assert command("doctor") == (
         0,
         "git          degraded  no commit\nx            fine      y\n",

@@ -208,7 +208,7 @@ def test_find_commit_says_why_there_is_none(kind, reason, tmp_path, monkeypatch)
     found = provenance.find_commit()
     assert found[:2] == (None, None)
     assert re.search(reason, found.reason), found.reason
-    monkeypatch.setattr(provenance, "_told", False)
+    monkeypatch.setattr(provenance, "_has_warned_of_commit", False)
     with pytest.warns(
         MachineWarning, match=r"rows name no commit \(null\): .*cpt doctor"
     ):

@@ -1,11 +1,14 @@
-"""What there is to run and what it takes, before anything is spent.
+"""Forecast of a sweep: runs done and missing per grid, with bit operations, hours and disk space of the missing ones.
+
+``plan`` returns the table, ``text`` prints it. Hours come from stored rows of this device, else from timed steps
+(``step_timing``).
 
 >>> frame = plan("digits/mlp6")  # doctest: +SKIP
 """
 
 import math
 import time
-from functools import cache
+from pathlib import Path
 from statistics import median
 
 import pandas as pd
@@ -23,8 +26,8 @@ from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.step_timing import Calibration, cached_timing, measure
 from cpt_lab.training.device import DEVICES, device_name, resolve_device
 
-CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
-RUN_BYTES = 20_000
+CURVE_BYTES = 8  # per step, in the curve of a run (measured, rounded up)
+RUN_BYTES = 20_000  # row and log of a run (measured, rounded up)
 
 
 def plan(
@@ -35,13 +38,14 @@ def plan(
     measured: bool = False,
     selection: Selection = Selection(),  # noqa: B008 - it is frozen
 ) -> pd.DataFrame:
-    """Return one line per grid: what is done, what is missing, and what the missing part takes here.
+    """Return one line per grid: runs done and missing, and the time and disk space of the missing ones here.
 
     Args:
-        name: of a grid or an artefact; None takes all.
-        scale: None takes the paper's where a grid has it, else demo.
-        measured: take a few steps of every model (seconds each, kept for the next time); without, what was kept counts.
-        selection: other values for the parameters of the grids, and which of their runs count.
+        name: name of a grid or an artefact; None takes all.
+        scale: None takes the scale of the paper where a grid has it, else demo.
+        device: "auto", "cpu" or "cuda", for the hours.
+        measured: time a few steps of every model (seconds each, stored for the next time); else stored times are used.
+        selection: other values for the parameters of the grids, and filters of their runs.
 
     Returns:
         Columns grid, artefact, scale, runs, done, failed, missing; bitops of all runs (convention "paper"); hours of
@@ -53,49 +57,51 @@ def plan(
     Raises:
         ValueError: for an unknown name, a scale that none of the grids has, and what a grid does not take.
     """
-    found = find_grids(name)
+    grid_by_name = find_grids(name)
     check_choice("device", device, DEVICES)
-    scales = [s for s in SCALES if any(s in grid.scales for grid in found.values())]
+    scales = [
+        s for s in SCALES if any(s in grid.scales for grid in grid_by_name.values())
+    ]
     if scale not in (None, *scales):
+        of_name = f" of {name}" if name else ""
         raise ValueError(
-            f"no grid{f' of {name}' if name else ''} has scale {scale!r}; {suggest_names(scale, scales)}"
+            f"no grid{of_name} has scale {scale!r}; {suggest_names(scale, scales)}"
         )
-    rows_of = cache(
-        lambda store: {row["key"]: row for row in stores.load_rows(store)}
-    )  # grids share stores
     lines, keys = [], set()
-    selected = selection.specs(found, scale)
+    selected = selection.specs(grid_by_name, scale)
     bar = progress_bar(
         "measuring", selected.items(), progress=None if measured else False, leave=False
     )
+    row_cache: dict[Path, dict[str, ResultRow]] = {}  # grids share stores
     for key, specs in bar:
-        grid, at = found[key], specs[0].scale
+        bar.set_postfix_str(key)
         keys |= {spec.key for spec in specs}
-        rows = rows_of(stores.store_path(at, specs[0].recipe.task))
-        status = [
-            rows[spec.key]["status"] if spec.key in rows else None for spec in specs
+        store = stores.store_path(specs[0].scale, specs[0].recipe.task)
+        if store not in row_cache:
+            row_cache[store] = {row["key"]: row for row in stores.load_rows(store)}
+        rows = row_cache[store]
+
+        missing = [spec for spec in specs if spec.key not in rows]
+        failed = [
+            spec
+            for spec in specs
+            if spec.key in rows and rows[spec.key]["status"] == "failed"
         ]
-        missing = [spec for spec, s in zip(specs, status, strict=True) if s is None]
-        done, failed = (
-            sum(s in ("ok", "diverged") for s in status),
-            status.count("failed"),
-        )
         line = {
             "grid": key,
-            "artefact": grid.artefact,
-            "scale": at,
+            "artefact": grid_by_name[key].artefact,
+            "scale": specs[0].scale,
             "runs": len(specs),
-            "done": done,
+            "done": len(specs) - len(missing) - len(failed),
+            "failed": len(failed),
+            "missing": len(missing),
         }
-        line |= {"failed": failed, "missing": len(missing)}
-        bar.set_postfix_str(key)
         try:  # the specs of a grid share their recipe
-            known = (
-                measure(specs[0], device)
-                if measured
-                else cached_timing(specs[0], device)
-            )
-            line |= _price(known, specs, missing, list(rows.values()), device)
+            if measured:
+                timing: Calibration | None = measure(specs[0], device)
+            else:
+                timing = cached_timing(specs[0], device)
+            line |= _price(timing, specs, missing, list(rows.values()), device)
         except RuntimeError as error:
             line["note"] = str(error)
         lines.append(line)
@@ -112,34 +118,37 @@ def plan(
 
 
 def _price(
-    found: Calibration | None,
+    timing: Calibration | None,
     specs: list[RunSpec],
     missing: list[RunSpec],
     rows: list[ResultRow],
     device: str,
 ) -> dict[str, float]:
-    """What is known of bit operations, hours, disk; the last two are 0 where no run is missing."""
-    a_step = found.seconds_per_step if found else math.nan
-    taken = [
-        _seconds(spec, rows, device) or a_step * spec.recipe.steps for spec in missing
+    """Return bit operations, hours and disk space of a grid, as far as known; 0 hours if no run is missing."""
+    step_seconds = timing.seconds_per_step if timing else math.nan
+    run_seconds = [
+        _seconds(spec, rows, device) or step_seconds * spec.recipe.steps
+        for spec in missing
     ]
-    line = {"hours": sum(taken) / 3600}
-    if found is None:
+    line = {"hours": sum(run_seconds) / 3600}
+    if timing is None:
         return line
+
     bitops = 0.0
     for spec in specs:
         bits = LADDERS[spec.recipe.ladder].bits
         static = total_bitops(
-            found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max)
+            timing.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max)
         )
         bitops += static * spec.relative_cost
     curves = sum(CURVE_BYTES * spec.recipe.steps + RUN_BYTES for spec in missing)
-    disk = math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6)
+    checkpoints = 2 * timing.checkpoint if missing else 0
+    disk = math.ceil((curves + checkpoints) / 1e6)
     return {
         **line,
         "bitops": bitops,
         "disk": disk,
-        "age": (time.time() - found.measured) / 86400,
+        "age": (time.time() - timing.measured) / 86400,
     }
 
 
@@ -163,27 +172,35 @@ def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
 
 
 def _seconds(spec: RunSpec, rows: list[ResultRow], device: str) -> float | None:
-    """Median time of the stored runs of a recipe on this kind of device."""
-    here = device_name(resolve_device(device, spec))
+    """Return the median time of the stored runs of a recipe on this kind of device; None without any."""
+    name = device_name(resolve_device(device, spec))
     recipe = spec.to_dict()["recipe"]
-    alike = (
-        row
+    times = [
+        row["seconds"]
         for row in rows
-        if row.get("device") == here and row["spec"]["recipe"] == recipe
-    )
-    times = [row["seconds"] for row in alike if row["status"] == "ok"]
+        if row["status"] == "ok"
+        and row.get("device") == name
+        and row["spec"]["recipe"] == recipe
+    ]
     return median(times) if times else None
+
+
+def _format_hours(hours: float) -> str:
+    """Return hours with one decimal, or three below one hour."""
+    return f"{hours:.1f}" if hours >= 1 else f"{hours:.3f}"
 
 
 def text(frame: pd.DataFrame) -> str:
     """Return a plan as text, with totals."""
-    forms = {
+    formatters = {
         "bitops": "{:.2e}".format,
-        "hours": lambda hours: f"{hours:.1f}" if hours >= 1 else f"{hours:.3f}",
+        "hours": _format_hours,
         "disk": "{:,.0f} MB".format,
     }
     lines = [
-        frame.drop(columns="age").to_string(index=False, na_rep="", formatters=forms),
+        frame.drop(columns="age").to_string(
+            index=False, na_rep="", formatters=formatters
+        ),
         "",
         f"grids: {len(frame)}; {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
         f"{frame.missing.sum():,} missing",
@@ -192,11 +209,11 @@ def text(frame: pd.DataFrame) -> str:
         lines.append(
             f"{shared} of them are runs of another grid, too; each is done once"
         )
-    known, measured = frame[frame.hours.notna()], frame[frame.age.notna()]
-    new = (frame.age.isna() & (frame.note == "")).sum()
-    if len(known):
+    timed, measured = frame[frame.hours.notna()], frame[frame.age.notna()]
+    never_measured = (frame.age.isna() & (frame.note == "")).sum()
+    if len(timed):
         lines.append(
-            f"missing runs of {len(known)} grids one after the other here: {known.hours.sum():,.1f} hours (training "
+            f"missing runs of {len(timed)} grids one after the other here: {timed.hours.sum():,.1f} hours (training "
             "steps; evaluation and reading images come on top unless runs of this device are stored)"
         )
     if len(measured):
@@ -205,8 +222,8 @@ def text(frame: pd.DataFrame) -> str:
             f"oldest {measured.age.max():.1f} days ago",
             "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid",
         ]
-    if new:
+    if never_measured:
         lines.append(
-            f"grids never measured here: {new}; plan --measure finds their bit operations, hours and disk"
+            f"grids never measured here: {never_measured}; plan --measure finds their bit operations, hours and disk"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""How a sweep runs: one value that everything between the command line and a run's process hands on."""
+"""Options of a sweep: one value that is passed on from the command line to the process of every run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class SweepOptions:
     on_step: Callable[[RunSpec, int, float], None] | None = None
 
     def accepts(self, row: ResultRow) -> bool:
-        """Return whether a stored row answers for its run, so that it is not run again."""
+        """Return whether a stored row counts as the result of its run, so that it is not run again."""
         if row["status"] == "failed":
             return not (self.retry_failed or never_began(row))
         return is_comparable(row) or not self.rerun_old
@@ -63,14 +63,14 @@ class SweepOptions:
         check_choice("executor", self.executor, EXECUTORS)
         check_choice("device", self.device, DEVICES)
         check_types(type(self), vars(self))
-        for name, least in (
+        for name, minimum in (
             ("workers", 0),
             ("threads", 1),
             ("per_gpu", 1),
             ("together", 1),
         ):
             if (value := getattr(self, name)) is not None:
-                check_int(name, value, least, MAX_WORKERS)
+                check_int(name, value, minimum, MAX_WORKERS)
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(
                 f"timeout must be more than 0 seconds; got {self.timeout!r}"

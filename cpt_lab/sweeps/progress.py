@@ -1,4 +1,4 @@
-"""What a person sees and does while a sweep runs: the bar of progress, Ctrl-C and other signals."""
+"""Progress bar of a sweep, and its reaction to Ctrl-C and other signals."""
 
 import os
 import signal

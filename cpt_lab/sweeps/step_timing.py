@@ -1,4 +1,4 @@
-"""How long a step takes on this device, how much memory a run needs: measured in seconds, on random data, and kept.
+"""Timing of training steps on this device, with the memory of a run: measured in seconds, on random data, and cached.
 
 >>> measure(spec).seconds_per_step  # doctest: +SKIP
 0.0021
@@ -34,16 +34,14 @@ from cpt_lab.training.device import (
 if TYPE_CHECKING:
     from cpt_lab.sweeps.worker import Job, Outcome
 
-SECONDS = (
-    1.0  # about the time that measuring one recipe takes, if its steps are that quick
-)
-VERSION = 5  # of what is measured: kept measurements of another version are not taken
-CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
+MEASURING_SECONDS = 1.0  # time to measure one recipe, if its steps are that quick
+VERSION = 5  # version of the method: cached measurements of another version are ignored
+CUDA_CONTEXT_BYTES = 600 * 2**20  # memory of a CUDA process before its first tensor
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run of a recipe takes on one device."""
+    """Time per step and memory of a run of one recipe on one device."""
 
     seconds_per_step: float  # of training, on one CPU thread or one GPU; evaluation and reading images are not in it
     peak_memory: int  # bytes, see ``training.device``
@@ -54,23 +52,22 @@ class Calibration:
 
 
 def cached_timing(spec: RunSpec, device: str = "auto") -> Calibration | None:
-    """Return what an earlier call of ``measure`` found for a recipe on this machine; None if there was none."""
-    found = _known(runs_dir() / "calibration.json").get(_key(spec, device))
-    return Calibration(**found) if found else None
+    """Return the cached measurement of a recipe on this machine; None if ``measure`` has not run."""
+    measurement = _cache(runs_dir() / "calibration.json").get(_key(spec, device))
+    return Calibration(**measurement) if measurement else None
 
 
 def measure(spec: RunSpec, device: str = "auto") -> Calibration:
-    """Measure a few steps in a process of their own.
+    """Measure a few training steps of a recipe in a new process.
 
-    Measurements are kept in ``runs/calibration.json``, by recipe, device, processor, threads and version of torch; a
+    Measurements are cached in ``runs/calibration.json``, by recipe, device, processor, threads and version of torch; a
     folder that cannot be written is a warning.
 
     Raises:
         RuntimeError: when the steps fail, with the reason.
     """
-    from cpt_lab.sweeps.process import (
-        supervise,
-    )  # what was kept is read without what trains
+    # Imported here, so that cached measurements are read without the modules that train.
+    from cpt_lab.sweeps.process import supervise
     from cpt_lab.sweeps.worker import Job
 
     path = runs_dir() / "calibration.json"
@@ -82,49 +79,48 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
         raise RuntimeError(
             f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {measurement['error']}"
         )
-    found = Calibration(**measurement)
+    timing = Calibration(**measurement)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            write_text(
-                path,
-                json.dumps(
-                    {**_known(path), _key(spec, device): asdict(found)}, indent=1
-                ),
-            )
+            timings = {**_cache(path), _key(spec, device): asdict(timing)}
+            write_text(path, json.dumps(timings, indent=1))
     except OSError as error:
         warnings.warn(
             f"measurements cannot be kept in {path.parent}: {error.strerror or error}",
             stacklevel=2,
         )
-    return found
+    return timing
 
 
-def _known(path: Path) -> dict[str, dict[str, Any]]:
+def _cache(path: Path) -> dict[str, dict[str, Any]]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or damaged: it is measured again
+    except (OSError, ValueError):  # missing or damaged: the steps are measured again
         return {}
 
 
 def runs_per_gpu(
     on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores: int
 ) -> int:
-    """Return how many runs share a GPU: one per CPU core at most, and as many as fit into nine tenths of both memories.
+    """Return how many runs share a GPU: at most one per CPU core, within 90 % of GPU memory and host memory.
 
     Args:
-        on_gpu: bytes that a run takes there, without its CUDA context; ``gpu_memory`` has the GPU.
-        on_host: bytes that its process takes of ``memory``, the machine's.
-        memory, cores: for the runs of this GPU.
+        on_gpu: bytes of GPU memory of a run, without its CUDA context.
+        gpu_memory: bytes of the GPU.
+        on_host: bytes of host memory of the process of a run.
+        memory: bytes of host memory for the runs of this GPU.
+        cores: CPU cores for the runs of this GPU.
 
     >>> runs_per_gpu(2 * 2**30, 24 * 2**30, on_host=3 * 2**30, memory=64 * 2**30, cores=16)
     8
     """
-    fitting = min(gpu_memory / (on_gpu + CONTEXT), memory / on_host)
+    fitting = min(gpu_memory / (on_gpu + CUDA_CONTEXT_BYTES), memory / on_host)
     return max(1, min(int(0.9 * fitting), cores))
 
 
 def _key(spec: RunSpec, device: str) -> str:
+    """Return the cache key of a recipe on a device: a hash of everything that changes the time of a step."""
     where = (
         f"{device_name(resolve_device(device, spec))} {cpu()} {SweepOptions().threads}"
     )
@@ -148,23 +144,26 @@ def _measure(
 
 
 def _steps(spec: RunSpec, device: str) -> Calibration:
-    """Measure whole batches on a GPU, and on a CPU where they are quick; else some samples, and multiply."""
-    whole = spec.recipe.batch  # 0 is a full graph
-    some = whole if device == "cuda" else min(whole, 8)
-    found = _steps_of(spec, device, some)
-    if some == whole:
-        return found
-    if found.seconds_per_step * whole / some < SECONDS:
-        return _steps_of(spec, device, whole)
-    factor = whole / some
+    """Measure steps of whole batches on a GPU or of quick models; else steps of 8 samples, and scale the time."""
+    batch = spec.recipe.batch  # 0 is a full graph
+    small_batch = batch if device == "cuda" else min(batch, 8)
+    timing = _steps_of(spec, device, small_batch)
+    if small_batch == batch:
+        return timing
+
+    if timing.seconds_per_step * batch / small_batch < MEASURING_SECONDS:
+        return _steps_of(spec, device, batch)
+
+    factor = batch / small_batch
     return replace(
-        found,
-        seconds_per_step=found.seconds_per_step * factor,
-        macs=round(found.macs * factor),
+        timing,
+        seconds_per_step=timing.seconds_per_step * factor,
+        macs=round(timing.macs * factor),
     )
 
 
 def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
+    """Measure steps with a batch size."""
     from cpt_core.bitops.plan import count_bitops
     from cpt_core.quantization.scheduler import precision
     from cpt_lab.tasks.base import load_task_class
@@ -175,20 +174,17 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
     first, lr = next(session.task.batches(0)), session.lr_at(0, [])
 
     def step() -> float:
-        started = time.monotonic()
-        if not math.isfinite(
-            float(session.step(first, lr))
-        ):  # waits for the end of the step on a GPU, too
-            raise ArithmeticError(
-                "the loss of random data is not finite"
-            )  # nothing was trained
-        return time.monotonic() - started
+        start_time = time.monotonic()
+        loss = float(session.step(first, lr))  # waits for the end of the step on a GPU
+        if not math.isfinite(loss):
+            raise ArithmeticError("the loss of random data is not finite")
+        return time.monotonic() - start_time
 
     times: list[float] = []
-    with precision(session.model, "q_max"):  # the schedule stands still
-        step()  # the first one allocates
-        while (len(times) < 3 and sum(times) < SECONDS) or (
-            len(times) < 200 and sum(times) < SECONDS / 3
+    with precision(session.model, "q_max"):  # one precision for all steps
+        step()  # the first step allocates memory
+        while (len(times) < 3 and sum(times) < MEASURING_SECONDS) or (
+            len(times) < 200 and sum(times) < MEASURING_SECONDS / 3
         ):
             times.append(step())
     states = [session.model.state_dict(), *session.optimizer.state.values()]

@@ -1,4 +1,4 @@
-"""Where runs are kept: a file of result rows and, beside it, the curves, checkpoints, locks and logs of its runs.
+"""Stores: a file of result rows and, beside it, the curves, checkpoints, locks and logs of its runs.
 
 A store is a file of JSON lines such as ``runs/demo/image.jsonl``; a row holds the spec of a run, its status, metrics,
 costs and where it came from. Rows are appended, never edited, and any number of processes may append, also from
@@ -44,10 +44,11 @@ from cpt_lab.sweeps.row_format import find_row as find_row
 from cpt_lab.sweeps.row_format import load_rows as load_rows
 from cpt_lab.sweeps.row_format import newest as newest
 
-LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
-TORN_SECONDS = 0.05  # after which half a row is that of a writer who is gone: others write theirs in microseconds
-MAX_TRIES = 5  # of an append whose row others overwrite or cut off
-FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
+LOCK_SECONDS = 60.0  # longest wait for the lock; appending takes milliseconds
+# An incomplete row is left over from an interrupted writer after this time: writing one takes microseconds.
+TORN_SECONDS = 0.05
+MAX_TRIES = 5  # attempts to append a row that other writers overwrite or cut off
+FREE_BYTES = 200 * 2**20  # free disk space that a run needs to start
 _ENDINGS = {
     "curves": ".parquet",
     "checkpoints": ".pt",
@@ -97,18 +98,19 @@ def claim(
     written.
     """
     path = place(store, "locks", key)
-    lock, mine = FileLock(path), True
+    lock = FileLock(path)
+    is_mine = True
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=seconds, poll_interval=0.2, cancel_check=should_stop)
     except Timeout:
-        mine = False
+        is_mine = False
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}; checkpoints are kept"
         ) from error
     try:
-        yield mine
+        yield is_mine
     finally:
         lock.release()  # of one that is not held it does nothing
 
@@ -136,35 +138,35 @@ def append_row(store: Path, row: ResultRow) -> ResultRow:
     try:
         with _lock(store):
             for _ in range(MAX_TRIES):
-                held, end, ended = look_up(store, key)
+                stored_row, end, is_terminated = look_up(store, key)
                 if (
-                    held is not None
-                    and held["status"] != "failed"
-                    and numerics_of(held) == numerics_of(row)
+                    stored_row is not None
+                    and stored_row["status"] != "failed"
+                    and numerics_of(stored_row) == numerics_of(row)
                 ):
-                    return held
-                start = _write_line(store, end, ended, line)
+                    return stored_row
+                start = _write_line(store, end, is_terminated, line)
                 if start is None:
                     time.sleep(random.uniform(0.5, 1.5) * TORN_SECONDS)
                 elif _read_at(store, start, len(line)) == line:
                     return row
     except OSError as error:
         raise StoreError(
-            f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}"
+            f"cannot write {store}: {error.strerror or error}; {_describe_checkpoint(store, key)}"
         ) from error
     raise StoreError(
         f"cannot write {store}: other writers overwrote the row {MAX_TRIES} times, so the locks of this file system "
-        f"exclude nobody; name a folder on another one with CPT_RUNS_DIR; {_kept(store, key)}"
+        f"exclude nobody; name a folder on another one with CPT_RUNS_DIR; {_describe_checkpoint(store, key)}"
     )
 
 
-def _write_line(store: Path, end: int, ended: bool, line: bytes) -> int | None:
+def _write_line(store: Path, end: int, is_terminated: bool, line: bytes) -> int | None:
     """Append a line and return where it begins; None when another writer is in the middle of one.
 
     Args:
         store: the file.
-        end: bytes of the whole rows in it.
-        ended: whether the last of them has its line's end.
+        end: bytes of the complete rows in it.
+        is_terminated: the last complete row ends with a line feed.
         line: the new line.
     """
     with open(store, "a+b", buffering=0) as file:
@@ -177,9 +179,9 @@ def _write_line(store: Path, end: int, ended: bool, line: bytes) -> int | None:
         elif rest:  # rows that came since ``end`` was seen, from a writer that our lock does not exclude
             if not rest.endswith(b"\n"):
                 return None
-            ended = True
+            is_terminated = True
         before = os.fstat(file.fileno()).st_size
-        text = line if ended else b"\n" + line
+        text = line if is_terminated else b"\n" + line
         try:
             _write_all(file, text)
             start = file.tell() - len(line)
@@ -217,40 +219,43 @@ def _take_back(store: Path, before: int, text: bytes) -> None:
     """Remove what is there of a text that could not be written whole; rows that others appended stay."""
     with open(store, "r+b", buffering=0) as file:
         file.seek(before)
-        written = file.read()
-        same = [one == other for one, other in zip(written, text, strict=False)]
-        ours = same.index(False) if False in same else len(same)
-        if ours == len(written):
+        tail = file.read()
+        matches = [a == b for a, b in zip(tail, text, strict=False)]
+        ours = matches.index(False) if False in matches else len(matches)
+        if ours == len(tail):
             file.truncate(before)
-        elif written[ours:].startswith(
-            b"{"
-        ):  # their row follows: blanks before it are no part of it
+        elif tail[ours:].startswith(b"{"):
+            # The row of another writer follows; JSON allows blanks before it.
             file.seek(before)
             file.write(b" " * ours)
 
 
 def settled(row: ResultRow) -> ResultRow:
     """Return a row as it is stored: a number that is not finite is null, and its run diverged unless it failed."""
-    lost: list[str] = []
-    row = nan_to_none(row, lost)
-    if lost and row["status"] == "ok":
+    not_finite: list[str] = []
+    row = nan_to_none(row, not_finite)
+    if not_finite and row["status"] == "ok":
         row |= {
             "status": "diverged",
-            "error": f"diverged at step {row.get('steps')}, in {', '.join(lost[:3])}",
+            "error": f"diverged at step {row.get('steps')}, in {', '.join(not_finite[:3])}",
         }
     return row
 
 
-def _kept(store: Path, key: str) -> str:
-    """What is left of a run whose result cannot be written: on a full disk, its checkpoint may be missing too."""
-    there = place(store, "checkpoints", key).exists()
-    return "the run's last checkpoint is kept" if there else "the run has no checkpoint"
+def _describe_checkpoint(store: Path, key: str) -> str:
+    """Return whether a run has a checkpoint, in words: on a full disk it may be missing too."""
+    if place(store, "checkpoints", key).exists():
+        return "the run's last checkpoint is kept"
+    return "the run has no checkpoint"
 
 
 def check_writable(store: Path) -> None:
-    """Try whether a store and what lies beside it can be written, before work is put into it; StoreError says why not.
+    """Check that a store and the folders beside it can be written, before any run starts.
 
-    A store that does not exist is not made: a sweep that is refused leaves none.
+    A store that does not exist is not created: a sweep that is refused leaves no file.
+
+    Raises:
+        StoreError: names the reason.
     """
     store = linked_file(store)
     try:
@@ -312,7 +317,7 @@ def check_source(store: Path, where: dict[str, Any]) -> None:
 
 
 def check_free(store: Path) -> None:
-    """Raise StoreError when there is little room left beside a store."""
+    """Check the free disk space of a store; raise StoreError when there is too little."""
     free = shutil.disk_usage(store.parent).free
     if free < FREE_BYTES:
         raise StoreError(
@@ -323,15 +328,15 @@ def check_free(store: Path) -> None:
 def check_same_data(
     store: Path, rows: Iterable[ResultRow], spec: RunSpec, checksum: str
 ) -> None:
-    """Refuse to go on beside rows of the same recipe that were trained on other data under the same name."""
+    """Check that stored rows of a recipe were trained on these data; raise ValueError for changed data."""
     recipe = spec.to_dict()["recipe"]
-    known = [
+    checksums = [
         row["data_checksum"]
         for row in rows
         if "data_checksum" in row and row["spec"]["recipe"] == recipe
     ]
-    if other := sorted(set(known) - {checksum}):
-        count = sum(one != checksum for one in known)
+    if other := sorted(set(checksums) - {checksum}):
+        count = len(checksums) - checksums.count(checksum)
         raise ValueError(
             f"the data of {recipe['dataset']!r} have changed: {count} rows in {store} are of checksum "
             f"{' and '.join(other)}, what is there now has {checksum}; put those data back, or keep the new rows "
@@ -341,7 +346,7 @@ def check_same_data(
 
 # --- data reports ---------------------------------------------------------------------------------
 def write_data_report(store: Path, report: DataReport) -> None:
-    """Store a data report beside the rows that hold its digest, where it is not stored yet.
+    """Write a data report beside a store, unless its file exists.
 
     Raises:
         StoreError: when it cannot be written.
@@ -413,7 +418,7 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
         )
     except OSError as error:
         raise StoreError(
-            f"cannot write {path}: {error.strerror or error}; {_kept(store, key)}"
+            f"cannot write {path}: {error.strerror or error}; {_describe_checkpoint(store, key)}"
         ) from error
 
 

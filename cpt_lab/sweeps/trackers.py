@@ -1,7 +1,8 @@
-"""Rows and curves in a tracker, through its own client: ``cpt run GRID --log mlflow``. The store stays the truth.
+"""Experiment trackers: rows and curves are copied to TensorBoard, MLflow, Trackio or Weights & Biases.
 
-A tracker is a function that sends one run. What was sent has a folder beside the store, so that it is sent once; a
-client that fails ends the sending, not the runs.
+``Sender`` sends the rows of a store that it has not sent before; ``TRACKERS`` has one function per tracker, which sends
+one run through the client of the tracker. A folder beside the store marks a run as sent. A client that fails ends the
+sending, not the runs: the store remains complete.
 """
 
 import io
@@ -23,7 +24,7 @@ MLFLOW_BATCH = 1000  # metrics in one request, the most that MLflow takes
 
 
 class TrackedRun(NamedTuple):
-    """A run as trackers get it.
+    """One run in the form that trackers take.
 
     Attributes:
         name: for people, such as "CR, seed 0".
@@ -52,9 +53,9 @@ def to_tensorboard(client: Any, run: TrackedRun) -> None:
 def to_mlflow(client: Any, run: TrackedRun) -> None:
     """Send to the server or the file that ``MLFLOW_TRACKING_URI`` names."""
     client.set_experiment(PROJECT)
-    now = int(time.time() * 1000)
+    timestamp = int(time.time() * 1000)
     metrics = [
-        client.entities.Metric(name, value, now, step)
+        client.entities.Metric(name, value, timestamp, step)
         for step, values in run.curve
         for name, value in values.items()
     ]
@@ -82,20 +83,20 @@ def to_wandb(client: Any, run: TrackedRun) -> None:
         silent=True, console="off", disable_git=True, x_disable_stats=True
     )
     mode = os.environ.get("WANDB_MODE", "offline")
-    given: Any = {
+    run_settings: Any = {
         "project": PROJECT,
         "name": run.name,
         "config": run.params,
         "dir": run.folder,
         "mode": mode,
     }
-    with client.init(settings=settings, **given) as active:
+    with client.init(settings=settings, **run_settings) as active:
         for step, values in run.curve:
             active.log(values, step=step)
         active.summary.update(run.final)
 
 
-# name -> module of its client, and what sends a run with it
+# name -> module of its client, function that sends a run with it
 TRACKERS: dict[str, tuple[str, Callable[[Any, TrackedRun], None]]] = {
     "tensorboard": ("torch.utils.tensorboard", to_tensorboard),
     "mlflow": ("mlflow", to_mlflow),
@@ -129,7 +130,7 @@ class Sender:
             raise ImportError(reason) from error
 
     def __call__(self, store: Path, rows: Iterable[ResultRow]) -> int:
-        """Send the rows that are new, up to the first that the client does not take; return how many were sent."""
+        """Send new rows until the client refuses one; return how many were sent."""
         sent = 0
         for row in rows:
             if row["status"] == "failed" or self.failure:
@@ -147,7 +148,7 @@ class Sender:
         return sent
 
     def _send_once(self, store: Path, row: ResultRow) -> bool:
-        """Send a row that was not sent before, and that no other process sends now; return whether it was sent."""
+        """Send a row unless it was sent before, or another process is sending it; return whether it was sent."""
         folder = place(store, self.tracker, row["key"])
         with claim(store, f"{row['key']}.{self.tracker}") as is_mine:
             if not is_mine or folder.exists():
