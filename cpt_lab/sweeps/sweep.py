@@ -147,10 +147,8 @@ def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
         ValueError: names the reason.
     """
     recipe, process_count = spec.recipe, process_group.size()
-    if (
-        not hasattr(load_task_class(spec), "shared_batches")
-        or recipe.batch % process_count
-    ):
+    can_share = hasattr(load_task_class(spec), "shared_batches")
+    if not can_share or recipe.batch % process_count:
         raise ValueError(
             f"{process_count} processes cannot share batches of {recipe.batch} of {recipe.dataset} ({recipe.task}): "
             "images and sentence pairs alone, and a number that divides the batch"
