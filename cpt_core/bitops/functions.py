@@ -116,7 +116,7 @@ def recurrence(
     The authors add 15.2 million operations of gates by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and
     step, and 5 per unit and sequence that their rounded numbers have besides.
     """
-    call = RecurrentCall.of(x, *args)
+    call = RecurrentCall.from_arguments(x, *args)
     if call.sizes is None:
         starts = ends = x.shape[0 if call.is_batch_first else 1]
     else:

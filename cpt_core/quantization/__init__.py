@@ -1,20 +1,32 @@
-"""Quantised training of any model: interception, rounding, conversion in place, scheduler.  Paper: figure 1.
+"""Quantised training of any model: conversion in place, interception, rounding, scheduler.  Paper: figure 1.
 
-The problem: weights and activations are to be rounded to ``q_t`` bits in every matmul and convolution, gradients to
-``q_max`` bits, in a model that knows nothing of it, and the bits change at every optimizer step.
+The problem: in every matmul and convolution, weights and activations are to be rounded to ``q_t`` bits and gradients to
+``q_max`` bits. The model contains no code for it, and the bits change at every optimizer step.
 
-The design, in the order of reading:
+The design. ``quantize_`` gives each layer a ``LayerPrecision`` and registers hooks; it replaces no module, so
+optimizers and checkpoints stay valid. While the model runs, one ``TorchFunctionMode`` intercepts ``F.linear``,
+``conv2d``, ``matmul``, attention and others. Each becomes three rounded GEMMs:
 
-- roles.py, rounding.py: which elements share a range; the grid, and the noise of stochastic rounding. Plain torch, the
+    forward  y = q(x) q(w)       dgrad  dx = q(dy) q(w)       wgrad  dw = q(x) q(dy)
+
+q maps a tensor to a uniform grid of 2**bits values between the minimum and the maximum of its range, nearest for
+operands and stochastic for gradients. Gradients pass q unchanged (straight-through estimator), and the optimizer
+updates float32 weights. Which elements share a range depends on the role of the operand: the input of a linear layer
+has one running range, a weight one range per row.
+
+The files in the order of reading:
+
+- roles.py, rounding.py: the quantiser of every role, the grid, and the noise of stochastic rounding in plain torch, the
   reference for every faster implementation. fake_quantize.py adds the straight-through estimator.
-- active_bits.py, precision.py: the active bits of a layer, its running ranges, its noise.
-- op_interception.py: one function mode per model sees what a running model computes, and one method rounds operands,
-  computes, reports the work and rounds the gradient. op_handlers.py says what the operands of each function are;
-  lstm.py and graph_handlers.py do so for LSTMs and graph convolutions.
-- convert.py, scheduler.py: ``quantize_`` gives modules a precision and hooks; ``PrecisionScheduler`` sets the bits.
+- active_bits.py, precision.py: the active bits of a layer, its running ranges and noise.
+- op_interception.py: the function mode, and the one method that rounds operands, computes, reports the work and rounds
+  the gradient. op_handlers.py names the operands of each torch function; lstm.py and graph_handlers.py do so for LSTMs
+  and graph convolutions; feature_axes.py tells features from tokens.
+- convert.py, scheduler.py: ``quantize_`` and ``PrecisionScheduler``.
 
-The trade-offs: nothing is compiled or copied, so any model can be converted and restored; each function of torch costs
-a call of Python while a model runs. Rounding is simulated: values lie on the grid, and are held in float32.
+The trade-offs: any model can be converted and restored, without tracing or copying; but every torch function costs a
+Python call while a model runs. Rounding is simulated: values lie on the grid and are stored in float32. The number of
+grid steps is a tensor, so that one compiled graph serves all bits.
 """
 
 from typing import TYPE_CHECKING

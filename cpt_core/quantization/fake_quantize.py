@@ -3,11 +3,11 @@
 >>> PlainOperators.fake_quantize(torch.tensor([0.0, 0.2, 1.0]), torch.tensor(rounding.num_steps(1)), "per_tensor")[0]
 tensor([0., 0., 1.])
 
-The rounding itself is that of ``rounding.py``, or of faster functions with the same results that take its place, see
-``use_operators``. Scales are float32, results keep the input's dtype. NaN stays NaN. On a range of its own a tensor
-with an infinity is NaN, so that loss scalers see it; on a stored range, in evaluation, infinity is clipped to the end
-as any value outside. Gradients pass a rounding unchanged, also those of clipped values (straight-through estimator);
-gradients of gradients (``create_graph=True``) do likewise.
+``PlainOperators`` rounds with the functions of ``rounding.py``; ``use_operators`` replaces it by faster operators with
+bit-identical results. Scales are float32, results keep the input's dtype. NaN stays NaN. A tensor that contains an
+infinity and is rounded on its own range becomes NaN, so that loss scalers notice it; on a stored range, in evaluation,
+infinity is clipped like any value outside. Gradients pass a rounding unchanged, also those of clipped values
+(straight-through estimator), and so do gradients of gradients (``create_graph=True``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from cpt_core import extensions
 from cpt_core.quantization import rounding
 from cpt_core.validation import short_repr
 
-INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
+INT64 = (-(2**63), 2**63 - 1)  # range of a noise key
+# compiled code may advance a key in place from torch 2.12 on
 COMPILED_KEYS_COUNT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def check_floating(x: Tensor) -> None:
-    """Raise ValueError for no tensor, one whose grid would be cut to whole numbers, or that has no order."""
+    """Raise ValueError unless ``x`` is a floating-point tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor, got {short_repr(x)}")
     if not x.is_floating_point():
@@ -38,10 +39,10 @@ def check_floating(x: Tensor) -> None:
 
 
 def advances_key_in_backward() -> bool:
-    """Return whether a backward pass takes its noise from the key as it finds it, and advances it.
+    """Return whether a backward pass reads the current noise key and advances it in place.
 
-    Else it has the key that its forward pass took: before torch 2.12, compiled code must not change what a backward
-    pass that is still to come was given. Then layers that round several gradients draw others than in eager code.
+    Otherwise it uses the key of its forward pass: before torch 2.12, compiled code must not modify a tensor that a
+    later backward pass needs. Layers that round several gradients then draw other noise than in eager code.
     """
     return COMPILED_KEYS_COUNT or not torch.compiler.is_compiling()
 
@@ -49,7 +50,14 @@ def advances_key_in_backward() -> bool:
 def round_gradient(
     gradient: Tensor, steps: Tensor, grid: str, key: Tensor | None
 ) -> Tensor:
-    """Return a gradient rounded on its own range; arguments as those of ``PlainOperators.fake_quantize``."""
+    """Return ``gradient`` rounded on its own range; the key of stochastic rounding advances.
+
+    Args:
+        gradient: any shape.
+        steps: n = 2**q - 1, 0-d float32.
+        grid: name of the grid, see ``Quantizer.grid``.
+        key: key of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
+    """
     if gradient.numel() == 0:
         return gradient
     rounded = operators.fake_quantize(gradient, steps, grid, key)[0]
@@ -59,22 +67,25 @@ def round_gradient(
 
 
 def fill_steps(steps: Tensor, value: float) -> None:
-    """Fill a number of steps in place, and note it in the tensor for backward passes that are still to come."""
+    """Fill a tensor of grid steps in place, and record the value on it for later backward passes."""
     steps.fill_(value)
     steps.filled = value  # type: ignore[attr-defined]
 
 
 def recorded_steps(steps: Tensor | None) -> float | None:
-    """Return the noted number of steps, without waiting for a device; None in compiled code, which reads the tensor."""
+    """Return the recorded number of steps, without device synchronisation.
+
+    None in compiled code, which reads the tensor.
+    """
     return None if torch.compiler.is_compiling() else getattr(steps, "filled", None)
 
 
 def forward_steps(steps: Tensor, value: float | None) -> Tensor:
-    """Return the steps of a forward pass in its backward pass.
+    """Return the number of steps that a forward pass used, for its backward pass.
 
     Args:
-        steps: filled in place since, where the bits have changed; code that is compiled or captured reads it itself.
-        value: ``recorded_steps(steps)`` in the forward pass.
+        steps: the layer's tensor, which a later change of bits fills in place; compiled or captured code reads it.
+        value: ``recorded_steps(steps)`` during the forward pass.
     """
     if value is None or value == recorded_steps(steps):
         return steps
@@ -82,10 +93,10 @@ def forward_steps(steps: Tensor, value: float | None) -> Tensor:
 
 
 class _QuantizeGradient(torch.autograd.Function):
-    """Identity in the forward pass; the backward pass quantises the incoming gradient.
+    """Identity function with a quantised gradient.
 
-    Weight gradients themselves and the update stay in full precision. There is no ``setup_context``, which would double
-    the time of a small layer: torch then inspects the signature in every call.
+    The resulting weight gradients and the update stay in full precision. There is no ``setup_context``: torch would
+    inspect its signature in every call, which doubles the time of a small layer.
     """
 
     @staticmethod
@@ -94,19 +105,18 @@ class _QuantizeGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.steps, ctx.grid, ctx.key = steps, grid, key
         ctx.filled = recorded_steps(steps)
-        if (
-            torch.compiler.is_compiling()
-        ):  # for a view of ``y.detach()``, compiled code would take away gradients
+        if torch.compiler.is_compiling():
+            # compiled code would lose gradients through a view of ``y.detach()``
             return torch.ops.aten._unsafe_view(y, y.shape)
-        return (
-            y.detach()
-        )  # an alias, but no view to autograd: an in-place ReLU may follow
+        # an alias that autograd does not treat as a view, so that an in-place ReLU may follow
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_autocast_enabled(gradient.device.type):
             warnings.warn(
-                "backward() runs under autocast, which rounds quantised products once more; leave its block before",
+                "backward() runs under autocast, which rounds quantised matmuls once more; "
+                "call it outside of the autocast block",
                 stacklevel=2,
             )
         steps = forward_steps(ctx.steps, ctx.filled)
@@ -114,24 +124,24 @@ class _QuantizeGradient(torch.autograd.Function):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounding to the grid of a range, whose gradient passes unchanged."""
+    """Rounding with a straight-through gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, round_: Callable[..., Tensor], *grid: Any
     ) -> Tensor:
-        ctx.others = 1 + len(grid)
+        ctx.num_constants = 1 + len(grid)
         return round_(x, *grid)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, *[None] * ctx.others
+        return gradient, *[None] * ctx.num_constants
 
 
 class PlainOperators:
-    """The rounding functions in plain torch; what takes their place has functions of the same names.
+    """Rounding functions in plain torch; a replacement provides functions of these names.
 
-    Their arguments are those of ``rounding.round_to_grid``; ``grid`` names the ranges, see ``Quantizer.grid``.
+    Arguments are those of ``rounding.round_to_grid``, with ``grid`` the name of a grid, see ``Quantizer.grid``.
     """
 
     range = staticmethod(rounding.range_of)
@@ -144,14 +154,11 @@ class PlainOperators:
     def fake_quantize(
         x: Tensor, steps: Tensor, grid: str, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Round a tensor that is not empty on its own range; return it, and the range."""
+        """Return a non-empty tensor rounded on its own range, and minimum and width of the range."""
         low, width = rounding.range_of(x.detach(), grid)
         clip = rounding.clips(grid, key is not None)
-        return (
-            PlainOperators.round_in_range(x, low, width, steps, grid, key, clip),
-            low,
-            width,
-        )
+        rounded = PlainOperators.round_in_range(x, low, width, steps, grid, key, clip)
+        return rounded, low, width
 
     @staticmethod
     def round_in_range(
@@ -163,7 +170,7 @@ class PlainOperators:
         key: Tensor | None = None,
         clip: bool = False,
     ) -> Tensor:
-        """Round to the grid of a given range."""
+        """Return ``x`` rounded to the grid of a given range."""
         if rounding.has_zero_point(grid):
             return _StraightThrough.apply(
                 x, rounding.round_with_zero_point, low, width, steps, key
@@ -174,7 +181,7 @@ class PlainOperators:
 
     @staticmethod
     def name_on(device: torch.device) -> str:
-        """Return what rounds on a device, in a word."""
+        """Return the name of the implementation on a device, for messages."""
         return "plain torch"
 
 
@@ -182,14 +189,14 @@ operators: Any = PlainOperators
 
 
 def use_operators(replacement: Any) -> Any:
-    """Let functions of an object round, in the place of ``PlainOperators``; return those that did before."""
+    """Replace ``operators`` by ``replacement``; return the former operators."""
     global operators
-    before, operators = operators, replacement
-    return before
+    former, operators = operators, replacement
+    return former
 
 
 def load_kernels() -> None:
-    """Load the fast rounding functions, once, where they are installed: they build themselves then."""
+    """Load and build the fast rounding functions once, if they are installed."""
     if "kernels" not in _loaded and extensions.is_installed("kernels"):
         _loaded.add("kernels")
         extensions.load("kernels").backend()

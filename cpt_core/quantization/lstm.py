@@ -15,7 +15,7 @@ Shapes: T steps, B sequences, I inputs, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,13 +33,24 @@ from cpt_core.quantization.roles import Quantizer
 
 
 class RecurrentCall(NamedTuple):
-    """Arguments of ``torch.lstm`` and its like, which have two lists of them: for padded and for packed sequences."""
+    """Arguments of ``torch.lstm``, ``torch.gru`` and others, from the signature for padded or for packed sequences.
 
-    x: Tensor  # (T, B, I), (B, T, I) if ``is_batch_first``, or packed (N, I)
-    sizes: tuple[int, ...] | None  # sequences of every step where they are packed
-    state: tuple[
-        Tensor, ...
-    ]  # h and c, (layers directions, B, H) each; of other recurrent layers h alone
+    Attributes:
+        x: (T, B, I), (B, T, I) if ``is_batch_first``, or packed (N, I).
+        sizes: number of sequences at every time step if they are packed.
+        state: h and c of an LSTM, (layers * directions, B, H) each; h alone for other recurrent layers.
+        weights: weights and biases of all layers and directions.
+        has_biases: whether there are biases.
+        num_layers: number of layers.
+        dropout: probability of dropout between layers.
+        training: whether the layer is in training.
+        is_bidirectional: whether there are two directions.
+        is_batch_first: whether the batch is the first dimension of x.
+    """
+
+    x: Tensor
+    sizes: tuple[int, ...] | None
+    state: tuple[Tensor, ...]
     weights: Sequence[Tensor]
     has_biases: bool
     num_layers: int
@@ -49,50 +60,55 @@ class RecurrentCall(NamedTuple):
     is_batch_first: bool
 
     @classmethod
-    def of(cls, x: Tensor, *args: Any) -> RecurrentCall:
-        """Return a call of either form; ``args``: those behind x."""
+    def from_arguments(cls, x: Tensor, *args: Any) -> RecurrentCall:
+        """Return a call from the arguments ``x, *args`` of either signature."""
         sizes = None
-        if isinstance(args[2], bool):  # whether there are biases: sequences are padded
-            state, *others = args
+        # has_biases is the third argument after x for padded sequences, the fourth for packed ones
+        if isinstance(args[2], bool):
+            state, *options = args
         else:
-            batch_sizes, state, *others = args
+            batch_sizes, state, *options = args
             sizes = tuple(batch_sizes.tolist())
-            others.append(False)  # no batch comes first
-        return cls(
-            x, sizes, (state,) if isinstance(state, Tensor) else tuple(state), *others
-        )
+            options.append(False)  # packed sequences have no batch dimension
+        states = (state,) if isinstance(state, Tensor) else tuple(state)
+        return cls(x, sizes, states, *options)
 
     @property
     def directions(self) -> int:
-        """Directions of every layer."""
+        """Number of directions."""
         return 2 if self.is_bidirectional else 1
 
     def direction_weights(self, index: int) -> list[Any]:
-        """Return weights of input and hidden state, their biases, and the projection, of a direction of a layer."""
-        count = len(self.weights) // (self.num_layers * self.directions)
+        """Return the weights of one direction of a layer.
+
+        They are the weights of input and hidden state, their biases or None, and the projection or None.
+        """
+        num_directions = self.num_layers * self.directions
+        count = len(self.weights) // num_directions
         weights = self.weights[index * count : (index + 1) * count]
+
         biases = weights[2:4] if self.has_biases else (None, None)
-        has_projection = count > (4 if self.has_biases else 2)
-        return [*weights[:2], *biases, weights[-1] if has_projection else None]
+        num_without_projection = 4 if self.has_biases else 2
+        projection = weights[-1] if count > num_without_projection else None
+        return [*weights[:2], *biases, projection]
 
 
 def direction_names(num_layers: int, bidirectional: bool) -> list[str]:
     """Return the names of layers and directions, as in the parameters of ``nn.LSTM``."""
-    ways = ("", "_reverse") if bidirectional else ("",)
-    return [f"l{layer}{way}" for layer in range(num_layers) for way in ways]
+    suffixes = ("", "_reverse") if bidirectional else ("",)
+    return [f"l{layer}{suffix}" for layer in range(num_layers) for suffix in suffixes]
 
 
 def lstm_roles(module: Any, roles: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
-    """Return roles whose "input" and "hidden" every layer and direction has for itself."""
-    names = direction_names(module.num_layers, module.bidirectional)
-    data = {
-        f"{role}_{name}": roles[role] for name in names for role in ("input", "hidden")
-    }
-    return data | {
-        role: quantizer
-        for role, quantizer in roles.items()
-        if role not in ("input", "hidden")
-    }
+    """Return ``roles`` with separate "input" and "hidden" roles for every layer and direction of an LSTM."""
+    shared_roles = dict(roles)
+    input_quantizer = shared_roles.pop("input")
+    hidden_quantizer = shared_roles.pop("hidden")
+    separate_roles = {}
+    for name in direction_names(module.num_layers, module.bidirectional):
+        separate_roles[f"input_{name}"] = input_quantizer
+        separate_roles[f"hidden_{name}"] = hidden_quantizer
+    return separate_roles | shared_roles
 
 
 def lstm(
@@ -104,7 +120,7 @@ def lstm(
         return None
     if layer.precision is None or not mode.is_active(layer.precision):
         return function(input, *args)
-    call = RecurrentCall.of(input, *args)
+    call = RecurrentCall.from_arguments(input, *args)
     if call.is_bidirectional or call.sizes is not None:
         return extensions.load("recurrences").run_lstm(layer.precision, call)
     return run_in_float32(call, partial(run_layers, layer.precision))
@@ -114,19 +130,21 @@ def run_in_float32(
     call: RecurrentCall, run: Callable[[RecurrentCall], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
     """Return ``run(call)``, computed in float32 also under autocast, in the types of the input and the state."""
-    before = call.x, *call.state
-    for tensor in before:
-        check_floating(tensor)  # the result would be cut to its dtype
-    device, dtype = call.x.device.type, torch.promote_types(call.x.dtype, torch.float32)
+    inputs = call.x, *call.state
+    for tensor in inputs:
+        check_floating(tensor)  # results are cast to its dtype
+    device = call.x.device.type
+    dtype = torch.promote_types(call.x.dtype, torch.float32)
     state = tuple(tensor.to(dtype) for tensor in call.state)
     weights = tuple(tensor.to(dtype) for tensor in call.weights)
-    with (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else nullcontext()
-    ):
-        after = run(call._replace(x=call.x.to(dtype), state=state, weights=weights))
-    return tuple(new.to(old.dtype) for new, old in zip(after, before, strict=True))
+    no_autocast: AbstractContextManager[Any] = nullcontext()
+    if torch.is_autocast_enabled(device):
+        no_autocast = torch.autocast(device, enabled=False)
+    with no_autocast:
+        outputs = run(call._replace(x=call.x.to(dtype), state=state, weights=weights))
+    return tuple(
+        output.to(tensor.dtype) for output, tensor in zip(outputs, inputs, strict=True)
+    )
 
 
 def run_layers(
@@ -136,17 +154,19 @@ def run_layers(
     x = call.x.transpose(0, 1).contiguous() if call.is_batch_first else call.x
     if len(x) == 0:
         raise ValueError("the sequences of a recurrent layer need at least one step")
-    ends = []
+    first_h, first_c = call.state
+    last_h, last_c = [], []
     for layer in range(call.num_layers):
         if call.dropout and layer > 0:
             x = functional.dropout(x, call.dropout, call.training)
-        h, c = (tensor[layer] for tensor in call.state)
-        x, *end = run_layer(
-            precision, f"l{layer}", call.direction_weights(layer), x, h, c
+        weights = call.direction_weights(layer)
+        x, h, c = run_layer(
+            precision, f"l{layer}", weights, x, first_h[layer], first_c[layer]
         )
-        ends.append(end)
-    last_h, last_c = (torch.stack(tensors) for tensors in zip(*ends, strict=True))
-    return x.transpose(0, 1) if call.is_batch_first else x, last_h, last_c
+        last_h.append(h)
+        last_c.append(c)
+    hidden_states = x.transpose(0, 1) if call.is_batch_first else x
+    return hidden_states, torch.stack(last_h), torch.stack(last_c)
 
 
 def run_layer(
@@ -157,9 +177,15 @@ def run_layer(
     h: Tensor,
     c: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one layer, such as "l0", one time step after the other: x (T, B, I), h and c (B, H) before the first step.
+    """Run one layer step by step; return hidden states (T, B, H), last h and last c.
 
-    ``weights``: W (4 H, I), U (4 H, H), and their biases (4 H,) or None.
+    Args:
+        precision: precision of the LSTM.
+        name: name of the layer, such as "l0".
+        weights: W (4 H, I), U (4 H, H), and their biases (4 H,) or None.
+        x: inputs (T, B, I).
+        h: hidden state before the first step, (B, H).
+        c: cell state before the first step, (B, H).
     """
     multiply = partial(
         precision.matmul_with_quantized_grad, fake_quantize.operators.linear
@@ -185,7 +211,7 @@ def run_layer(
 
 
 def lstm_state(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Return h and c behind a step, (B, H) each, from its gates (B, 4 H) and the c before it."""
+    """Return h and c after a step, (B, H) each, from its gates (B, 4 H) and the c before it."""
     i, f, g, o = gates.chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c

@@ -1,24 +1,24 @@
-"""Handlers of the functions of torch that multiply: operands, roles and MACs of each.
+"""Handlers of the torch functions that multiply: operands, roles and MACs of each.
 
-Every handler has the form ``handler(mode, function, *args, **kwargs)``, with the arguments of the function, and hands
-its operations to ``mode.run``. What an operand is decides its role:
+A handler has the form ``handler(mode, function, *args, **kwargs)``, with the arguments of the torch function, and
+passes its operations to ``mode.run``. The role of an operand follows from what it is:
 
-- a weight is a parameter, a view of one, or what stands where a function of torch has its weight: a range per output;
-- what meets the weight of an ``nn.Linear`` or a convolution is that layer's input: one range, kept as a running range;
-- what meets any other weight is an input with a range per vector, or per position of a convolution;
-- two operands neither of which is a weight are those of attention: each has a range per token, see ``run_matmul``.
+- a weight is a parameter, a view of one, or the weight argument of a torch function: one range per output;
+- the other operand of the weight of an ``nn.Linear`` or a convolution is the layer's input: one running range;
+- the other operand of any other weight is an input with one range per vector, or per position of a convolution;
+- two operands of which neither is a weight are those of attention: one range per token each, see ``run_matmul``.
 
-So no range spans samples, tokens or nodes but a running range, which evaluation does not change; and how a tensor lies
-in memory plays no part in eager code, see ``feature_axes``. Outside of the paper's layers every grid has a zero point
-(``round_with_zero_point``), as has the grid of a weight that is computed, such as a masked one.
+So no range spans samples, tokens or nodes, except for running ranges, which evaluation does not change. In eager code
+the memory layout of a tensor has no influence, see ``feature_axes``. Outside of the paper's layers every grid has a
+zero point (``round_with_zero_point``), and so has the grid of a weight that is computed, such as a masked one.
 
-Add a function here: a handler, and a line of ``HANDLERS_BY_NAME``.
+To add a function, write a handler and add it to ``HANDLERS_BY_NAME``.
 
-In float32, by name: a sum over one element (the angles of rotary positions are such products, and no sums; its operands
-would have ranges of one number, which are exact), unless it weights the only position, as the first step with a cache
-does; operands that are sparse, complex or no floating numbers; and what is told where to write (``out=``).
+Some operations of these functions run in float32: a sum over one element (the angles of rotary positions are such
+matmuls; their operands would have ranges of one number, which rounds exactly), unless it weights the only position, as
+the first step with a cache does; operands that are sparse, complex or not floating-point; and calls with ``out=``.
 
-Differs: the paper and its code quantise the layers of their own models; nothing there says what other operations do.
+Differs: the paper and its code quantise the layers of their own models and say nothing about other operations.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from cpt_core.quantization.op_interception import (
 )
 from cpt_core.quantization.precision import in_float32
 
-Compute = Callable[
-    [Tensor, Tensor, Tensor | None], Tensor
-]  # first operand, second operand, bias
-Macs = Callable[[Tensor, Tensor, Tensor], int]  # first operand, second operand, output
+# (first operand, second operand, bias) -> output
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (first operand, second operand, output) -> multiply-accumulates
+Macs = Callable[[Tensor, Tensor, Tensor], int]
 ATTENTION_SCORES = ("attention_query", "attention_key")
 ATTENTION_CONTEXT = ("attention_probabilities", "attention_value")
 
-# Self-attention of transformers as in the paper's BERT, see ``QuantConfig.attention``.
+# class names of the self-attention in the paper's BERT, see ``QuantConfig.attention``
 PAPER_ATTENTION = {"BertSelfAttention"}
 
 
@@ -85,7 +85,7 @@ def linear(
 
 
 def input_role(layer: Interception, kind: str) -> str:
-    """Return the role of what meets a weight: only layers of its kind keep a running range of it."""
+    """Return the role of the operand that meets a weight; only layers of ``kind`` have a running range for it."""
     if layer.kind == kind:
         return f"{kind}_input"
     return "conv_input" if kind == "conv" else "attention_query"
@@ -96,8 +96,8 @@ def weight_op_roles(
 ) -> tuple[str, str]:
     """Return the roles of input and weight of a linear operation or convolution.
 
-    A weight that is computed may be masked, and hide inputs from outputs: its input has a running range then, for the
-    range of a vector would let hidden inputs change the others.
+    A weight that is computed may be masked, so that some inputs must not influence an output. Its input then has a
+    running range, since hidden inputs would change the range of a vector.
     """
     if mode.is_weight(weight):
         return input_role(layer, kind), f"{kind}_weight"
@@ -110,7 +110,7 @@ def weight_op_roles(
 
 
 def in_full_precision(layer: Interception) -> Interception:
-    """Return a layer whose operations run in float32."""
+    """Return the record of ``layer`` without its precision, so that its operations run in float32."""
     return layer._replace(precision=None)
 
 
@@ -152,11 +152,11 @@ def run_convolution(
     """Return ``compute(input, weight, bias)`` with quantised operands: input (N, C, ...) or (C, ...).
 
     The weight (O, C, ...) has a range per output channel; where ``is_transposed`` it is (C, O, ...), and ``compute``
-    takes (O, C, ...). ``options``: what executors have to know.
+    takes (O, C, ...). ``options``: arguments for executors.
 
-    The input of a convolution layer, or of a masked weight, has one running range; that of a convolution in the forward
-    of another module has one per position, over the channels. A single channel would have ranges of one number: it
-    runs in float32.
+    The input of a convolution layer, or of a masked weight, has one running range; the input of a convolution in the
+    forward of another module has one range per position, over the channels. With a single channel these would be ranges
+    of one number, so that it runs in float32.
     """
     input, weight, bias = operands
     layer = mode.find_layer(weight)
@@ -275,7 +275,10 @@ def _multiply_activations(
     operands: Operands,
     are_turned: tuple[bool, bool],
 ) -> Tensor:
-    """Multiply a (..., M, K) and b (..., K, N), neither of them a weight; ``are_turned``: see ``feature_axes``."""
+    """Return the matmul of a (..., M, K) and b (..., K, N), neither of them a weight.
+
+    ``are_turned``: whether the features of a and b are their rows, see ``feature_axes``.
+    """
     a, b, _ = operands
 
     def context(
@@ -305,8 +308,8 @@ def _multiply_activations(
             transposed=(False, is_matrix),
             along=(None, -1),
         )
-    (rows, summed), columns = a.shape[-2:], b.shape[-1]
-    weights = find_token_weights(mode, (rows, summed, columns), *are_turned)
+    (rows, inner), columns = a.shape[-2:], b.shape[-1]
+    weights = find_token_weights(mode, (rows, inner, columns), *are_turned)
     if weights == "first":
         return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT)
     if weights == "second":  # values, transposed, times probabilities, transposed
@@ -319,9 +322,9 @@ def _multiply_activations(
 def _run_scores(
     mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands
 ) -> Tensor:
-    """Multiply queries (..., M, K) and keys, transposed, (..., K, N), each with a range per token.
+    """Return the matmul of queries (..., M, K) and transposed keys (..., K, N), with one range per token.
 
-    In the paper's attention keys have one per feature, over all tokens.
+    In the paper's attention, keys have one range per feature over all tokens.
     """
     if layer.is_paper_attention:
         return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES)
@@ -342,32 +345,32 @@ def find_token_weights(
     is_first_turned: bool,
     is_second_turned: bool,
 ) -> str:
-    """Return what a product of a (M, K) and b (K, N), neither of them a weight, has to do with tokens.
+    """Return which operand of a matmul of two activations holds weights of tokens.
 
     Args:
-        mode: of the model.
-        sizes: M, K and N.
+        mode: function mode of the model.
+        sizes: M, K and N of the operands a (M, K) and b (K, N).
         is_first_turned: whether the features of a are its rows, see ``feature_axes``.
         is_second_turned: whether the features of b are its rows.
 
     Returns:
-        "first": K counts tokens, which the first operand weights, as probabilities do. It has the shape of a softmax,
-            or of earlier scores; or nothing says that K counts features.
-        "second": the same of the second operand, by the shape of a softmax.
+        "first": K counts tokens, which the first operand weights, as probabilities do. It has the shape of a softmax
+            or of earlier scores, or there is no sign that K counts features.
+        "second": K counts tokens, and the second operand has the shape of a softmax.
         "state": K counts tokens, and the first operand is transposed, as in ``keys.mT @ values``.
         "scores": K counts features: the second operand is transposed, or the result is square.
     """
-    rows, summed, columns = sizes
+    rows, inner, columns = sizes
     module = mode.running.stack[-1]
-    may_be_second = (columns, summed) in module.probabilities and (
+    may_be_second = (columns, inner) in module.probabilities and (
         is_first_turned or rows != columns
     )
     if may_be_second and (
-        is_second_turned or (rows, summed) not in module.probabilities
+        is_second_turned or (rows, inner) not in module.probabilities
     ):
         return "second"
     if not is_second_turned:
-        if (rows, summed) in module.probabilities or (rows, summed) in module.scores:
+        if (rows, inner) in module.probabilities or (rows, inner) in module.scores:
             return "first"
         if is_first_turned:
             return "state"
@@ -386,16 +389,17 @@ def softmax(
     *rest: Any,
     **more: Any,
 ) -> None:
-    """Note the shape of probabilities for ``find_token_weights``, and leave the softmax to torch."""
+    """Record the shape of probabilities for ``find_token_weights``; torch computes the softmax."""
     if not isinstance(dim, int) or input.dim() < 2:
         return
     dim = dim % input.dim()
-    summed = input.shape[dim]
+    num_probabilities = input.shape[dim]
     if dim == input.dim() - 1:
-        others = [input.shape[-2]]
+        row_sizes = [input.shape[-2]]
     else:
-        others = [size for i, size in enumerate(input.shape) if i != dim]
-    mode.running.stack[-1].probabilities.extend([(size, summed) for size in others])
+        row_sizes = [size for i, size in enumerate(input.shape) if i != dim]
+    shapes = [(rows, num_probabilities) for rows in row_sizes]
+    mode.running.stack[-1].probabilities.extend(shapes)
 
 
 def _run_matmul(
@@ -409,7 +413,7 @@ def _run_matmul(
     is_swapped: bool = False,
     along: tuple[int | None, int | None] = (None, None),
 ) -> Tensor:
-    """Run a matmul by ``mode.run``.
+    """Return a matmul computed by ``mode.run``.
 
     ``transposed``: whether a and b are rounded as transposed matrices; ``is_swapped``: whether b is the first operand,
     whose gradient is the input gradient.
@@ -420,9 +424,10 @@ def _run_matmul(
         return x.mT if transposed[0] else x, y.mT if transposed[1] else y
 
     def compute_arranged(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-        return compute(
-            *turn(*((second, first) if is_swapped else (first, second))), bias
-        )
+        if is_swapped:
+            first, second = second, first
+        a, b = turn(first, second)
+        return compute(a, b, bias)
 
     def macs(first: Tensor, second: Tensor, output: Tensor) -> int:
         return output.numel() * a.shape[-1]
@@ -462,9 +467,8 @@ def attention(
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError("attention takes a mask or is_causal=True, not both")
-    if attn_mask is not None and hasattr(
-        attn_mask, "_materialize"
-    ):  # torch's own masks are tensors without numbers
+    # torch's mask classes, such as CausalBias, are tensors without data
+    if attn_mask is not None and hasattr(attn_mask, "_materialize"):
         attn_mask = attn_mask._materialize(query.device)
     layer = mode.running.stack[-1].interception
 
@@ -497,8 +501,8 @@ def attention(
 
 
 def functions_named(*names: str) -> list[Any]:
-    """Return the functions of torch with these names, wherever it has them."""
-    places = (
+    """Return the torch functions of these names in all namespaces of torch, with their operator overloads."""
+    namespaces = (
         torch,
         functional,
         Tensor,
@@ -507,29 +511,29 @@ def functions_named(*names: str) -> list[Any]:
         torch._C._sparse,  # type: ignore[attr-defined]
         torch.ops.aten,
     )
-    found = [
-        getattr(place, name)
+    functions = [
+        getattr(namespace, name)
         for name in names
-        for place in places
-        if hasattr(place, name)
+        for namespace in namespaces
+        if hasattr(namespace, name)
     ]
-    overloads = (
-        "default",
-        "padding",
-        "input",
-        "data",
-    )  # of the operators that graphs are made of
-    return found + [
-        getattr(f, name) for f in found for name in overloads if hasattr(f, name)
+    # graphs of torch.fx call the overloads of an operator
+    overload_names = ("default", "padding", "input", "data")
+    overloads = [
+        getattr(function, name)
+        for function in functions
+        for name in overload_names
+        if hasattr(function, name)
     ]
+    return functions + overloads
 
 
 def register_handler(
     functions: list[Any], handler: Callable[..., Any], names: str
 ) -> None:
-    """Let a handler run instead of functions of torch, or of other callables that a function mode sees.
+    """Register a handler for torch functions, or for other callables that a function mode intercepts.
 
-    ``names``: of the operands in their order, separated by spaces: operands may be given by name.
+    ``names``: names of the operands in their order, separated by spaces, since a caller may pass them by keyword.
     """
     operands = names.split()
 
@@ -542,9 +546,8 @@ def register_handler(
     OP_HANDLERS.update(dict.fromkeys(functions, bound))
 
 
-HANDLERS_BY_NAME: dict[
-    str, tuple[Callable[..., Any], str]
-] = {  # function -> handler, and the names of its operands
+# name of a torch function -> handler, and the names of its operands
+HANDLERS_BY_NAME: dict[str, tuple[Callable[..., Any], str]] = {
     "linear": (linear, "input weight bias"),
     **{f"conv{n}d": (convolution, "input weight bias") for n in (1, 2, 3)},
     **dict.fromkeys(("matmul", "__matmul__"), (matmul, "input other")),
@@ -557,13 +560,12 @@ for _name, (_handler, _operands) in HANDLERS_BY_NAME.items():
 
 
 def module_kind(module: nn.Module) -> str:
-    """Return the kind of a layer: "linear", "conv" and "lstm" keep a running range of their input."""
+    """Return the kind of a layer: "linear", "conv" or "lstm", which have running ranges, else "attention"."""
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, _ConvNd):
         return "conv"
-    if (
-        type(module) is nn.LSTM and not module.proj_size
-    ):  # a projection would be a third matmul
+    # a projection would be a third matmul
+    if type(module) is nn.LSTM and not module.proj_size:
         return "lstm"
     return "attention"

@@ -2,8 +2,8 @@
 
 Hooks on the modules of a model enable a ``TorchFunctionMode`` while the model runs, and maintain the stack of running
 modules. The mode receives every call of a torch function; ``OP_HANDLERS`` maps matmuls and convolutions to handlers,
-and a handler passes its operands to ``QuantizedOpsMode.run``, the one place where operands are rounded, work is counted and
-the gradient is rounded:
+which pass their operands to ``QuantizedOpsMode.run``, the one place where operands are rounded, work is counted
+and the gradient is rounded:
 
     y = f(q(a), q(b))        dy -> q(dy)
 
@@ -361,12 +361,12 @@ class QuantizedOpsMode(TorchFunctionMode):
         """
         precision = layer.precision
         if precision is None or not self.is_active(precision):
-            output = compute(*operands)
+            output: Any = compute(*operands)
         else:
             if precision.zeros_unchecked:
                 precision.warn_of_exact_zeros(roles[1], operands[1])
             executor = OP_EXECUTORS.get((precision.execution, name))
-            output: Any = None
+            output = None
             if executor is not None:
                 output = executor(precision, operands, roles, along, options)
             if output is None:

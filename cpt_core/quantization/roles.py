@@ -1,8 +1,8 @@
 """The quantiser of every role: which elements share a range, and how they are rounded.  Paper: figure 1.
 
-A tensor is rounded to a uniform grid of ``2**q`` values between the minimum and the maximum of its range. Roles with a
-prefix are those of operations outside of the paper's layers, too; there every grid has a zero point. Add a
-quantiser here: a role, and in ``rounding.py`` a granularity if it needs a new one.
+A tensor is rounded to a uniform grid of ``2**q`` values between the minimum and the maximum of its range.
+``QUANTIZERS`` maps roles to quantisers. The roles also apply to operations outside of the paper's layers; there every
+grid has a zero point. To add a quantiser, add a role here, and a granularity in ``rounding.py`` if it needs a new one.
 
 >>> QUANTIZERS["linear_grad"].granularity, QUANTIZERS["linear_grad"].rounding
 ('per_position', 'stochastic')
@@ -22,22 +22,22 @@ GRANULARITIES = (
     "per_sample_mean",
 )
 ROUNDINGS = ("nearest", "stochastic")
-ZERO_POINT = "+zero"  # behind a granularity: 0 is on the grid
+ZERO_POINT = "+zero"  # suffix of a granularity: 0 is on the grid
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How the tensors of a role are quantised.
+    """Quantiser of a role: granularity of ranges, rounding, and kind of grid.
 
     Attributes:
-        granularity: which elements share a range, a name of ``GRANULARITIES``. Ranges other than "per_tensor" are those
-            of the tensor at hand in evaluation, too.
+        granularity: which elements share a range, a name of ``GRANULARITIES``. Except for "per_tensor" with
+            ``running``, ranges are computed from the tensor itself, also in evaluation.
         rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range).
         running: keep a running range during training and use it in evaluation.
         zero_point: shift the grid by at most half a step so that 0 is on it, see ``rounding.round_with_zero_point``:
             masked and pruned values stay 0.
-        grid: what rounding functions are told: the granularity, "+zero" for a zero point; number formats add their
-            name.
+        grid: name of the grid for rounding functions: the granularity, with "+zero" for a zero point; number formats
+            append their name.
     """
 
     granularity: str
@@ -47,7 +47,7 @@ class Quantizer:
     grid: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the fields and set ``grid``."""
         check_types(type(self), {**vars(self), "grid": self.granularity})
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_choice("rounding", self.rounding, ROUNDINGS)
@@ -71,22 +71,18 @@ QUANTIZERS: dict[str, Quantizer] = {
     "linear_grad": Quantizer("per_position", "stochastic"),
     "graph_input": Quantizer("per_row", "nearest"),  # one range per node
     "graph_weight": Quantizer("per_row", "nearest"),
-    "graph_aggregation": Quantizer(
-        "per_row", "nearest"
-    ),  # what enters the sum over neighbours, in Q-Agg
+    # operand of the sum over neighbours, in Q-Agg
+    "graph_aggregation": Quantizer("per_row", "nearest"),
     "graph_grad": Quantizer("per_position", "stochastic"),
-    "lstm_input": Quantizer(
-        "per_tensor", "nearest", running=True
-    ),  # at every time step
+    # one range per time step
+    "lstm_input": Quantizer("per_tensor", "nearest", running=True),
     "lstm_hidden": Quantizer("per_tensor", "nearest", running=True),
     "lstm_weight": Quantizer("per_row", "nearest"),
-    "lstm_grad": Quantizer(
-        "per_row", "stochastic"
-    ),  # one range per sequence, at every time step
+    # one range per sequence and time step
+    "lstm_grad": Quantizer("per_row", "stochastic"),
     "attention_query": Quantizer("per_row", "nearest"),  # one range per token and head
-    "attention_key": Quantizer(
-        "per_row", "nearest"
-    ),  # of transposed keys: per head and feature, over the tokens
+    # keys are transposed: one range per head and feature, over the tokens
+    "attention_key": Quantizer("per_row", "nearest"),
     "attention_probabilities": Quantizer("per_row", "nearest"),
     "attention_value": Quantizer("per_row", "nearest"),
     "attention_grad": Quantizer("per_position", "stochastic"),
@@ -95,7 +91,7 @@ QUANTIZERS: dict[str, Quantizer] = {
 
 
 def find_quantizer(quantizer: Quantizer | str) -> Quantizer:
-    """Return a quantiser given by value or by role; ValueError names the roles."""
+    """Return ``quantizer``, looked up in ``QUANTIZERS`` if it is a role; ValueError for an unknown role."""
     if isinstance(quantizer, Quantizer):
         if type(quantizer) is not Quantizer:
             raise ValueError(
@@ -106,14 +102,13 @@ def find_quantizer(quantizer: Quantizer | str) -> Quantizer:
 
 
 def level_field(role: str) -> str:
-    """Return the field of ``RoleLevels`` that tells the level of a role, such as "weight" of "linear_weight"."""
+    """Return the field of ``RoleLevels`` with the level of a role, such as "weight" for "linear_weight"."""
     if role.endswith("weight_grad"):
         return "weight_gradient"
-    return {"weight": "weight", "bias": "weight", "grad": "error"}.get(
-        role.rpartition("_")[2], "activation"
-    )
+    fields = {"weight": "weight", "bias": "weight", "grad": "error"}
+    return fields.get(role.rpartition("_")[2], "activation")
 
 
 def weight_gradient_role(role: str) -> str:
-    """Return the role of a gradient where it is quantised for the weight gradient alone."""
+    """Return the role of an output gradient that is quantised for the weight gradient (wgrad) alone."""
     return role.removesuffix("grad") + "weight_grad"

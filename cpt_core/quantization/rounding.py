@@ -4,8 +4,8 @@
 
 A grid with a zero point is shifted by at most half a step so that 0 is on it, see ``round_with_zero_point``.
 
-This file is the reference: faster implementations, see ``cpt_core.extensions``, give the same bits. Nothing in it knows
-autograd; ``fake_quantize`` adds the straight-through estimator.
+This file is the reference: faster implementations, see ``cpt_core.extensions``, return bit-identical results. It does
+not handle autograd; ``fake_quantize`` adds the straight-through estimator.
 
 Shapes: N batch, C channels, F features, L positions.  Ranges are float32.
 """
@@ -21,9 +21,8 @@ from cpt_core.quantization.roles import ZERO_POINT
 
 MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
 RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
-Range = tuple[
-    Tensor, Tensor
-]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
+# (minimum, maximum - minimum), float32, broadcastable to the tensor
+Range = tuple[Tensor, Tensor]
 
 
 def per_tensor(x: Tensor) -> Range:
@@ -91,18 +90,18 @@ def clips(grid: str, is_stochastic: bool) -> bool:
 
 
 def shift_to_zero(low: Tensor, width: Tensor, steps: Tensor) -> Range:
-    """Return the range of a grid with a zero point, extended to 0 and shifted by at most half a step.
+    """Return the range of a grid with a zero point: extended to 0 and shifted by at most half a step.
 
     Its points low + k * width / steps, k = 0..steps, are those of ``round_with_zero_point``, up to the last digit.
     """
-    zero, scale, width = _zero_point(low, width, steps)
-    return -(zero * scale), width
+    zero_index, scale, width = _zero_point(low, width, steps)
+    return -(zero_index * scale), width
 
 
 def _zero_point(
     low: Tensor, width: Tensor, steps: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which point of a grid is 0, the step, and the width of the range with 0 in it."""
+    """Return the index of the grid point 0, the step size, and the width of the range extended to 0."""
     low, high = low.clamp_max(0.0), (low + width).clamp_min(0.0)
     width = high - low
     scale = (width / steps).clamp_min(MIN_SCALE)
@@ -112,7 +111,7 @@ def _zero_point(
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
     """Update a running range (3,) with the range of one call, both 0-d, in place.
 
-    running = 0.9 running + 0.1 (low, width, 1), two products and a sum; a range that is not finite leaves it alone.
+    running = 0.9 running + 0.1 (low, width, 1), as two products and a sum; a range that is not finite is ignored.
     """
     current = torch.stack([low, width, torch.ones_like(width)])
     updated = running * RUNNING_DECAY + current * (1 - RUNNING_DECAY)
@@ -134,53 +133,62 @@ def round_to_grid(
     Args:
         x: any shape and floating dtype; the grid is float32, the result has the dtype of ``x``.
         low: minimum of the range, float32, broadcastable to x.
-        width: maximum - minimum, likewise.
+        width: maximum - minimum, float32, broadcastable to x.
         steps: n = 2**q - 1, 0-d float32: a tensor, so that one compiled graph serves every q.
-        key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
-        clip: bring values outside the range to its ends.
+        key: key of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
+        clip: whether to clamp values to the range.
     """
     scale = (width / steps).clamp_min(MIN_SCALE)
-    k = (x.float() - low) / scale
+    index = (x.float() - low) / scale
     if key is not None:
-        k = k + noise(key, k)
+        index = index + noise(key, index)
     if clip:
-        k = torch.clamp(k, torch.zeros_like(steps), steps)
-    return (k.round() * scale + low).to(x.dtype)
+        index = torch.clamp(index, torch.zeros_like(steps), steps)
+    rounded = index.round() * scale + low
+    return rounded.to(x.dtype)
 
 
 def round_with_zero_point(
     x: Tensor, low: Tensor, width: Tensor, steps: Tensor, key: Tensor | None
 ) -> Tensor:
-    """Round ``x`` to a grid with a zero point: k * scale, k = -zero..steps - zero; arguments as ``round_to_grid``.
+    """Round ``x`` to the grid k * scale, k = -zero..steps - zero, which contains 0.
 
-    The range is extended to 0 where it lies on one side of it, then shifted by at most half a step. So 0 stays exactly
-    0, and zeros that join a tensor change nothing else: padding, masked positions, pruned weights.
+    The range is extended to 0 if it lies on one side of it, then shifted by at most half a step. So 0 stays exactly 0,
+    and additional zeros in a tensor change no other value: padding, masked positions, pruned weights.
+
+    Args:
+        x: any shape and floating dtype.
+        low: minimum of the range, float32, broadcastable to x.
+        width: maximum - minimum, float32, broadcastable to x.
+        steps: n = 2**q - 1, 0-d float32.
+        key: key of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
     """
-    zero, scale, _ = _zero_point(low, width, steps)
-    k = x.float() / scale
+    zero_index, scale, _ = _zero_point(low, width, steps)
+    index = x.float() / scale
     if key is not None:
-        k = k + noise(key, k)
-    return (torch.clamp(k, -zero, steps - zero).round() * scale).to(x.dtype)
+        index = index + noise(key, index)
+    clipped = torch.clamp(index, -zero_index, steps - zero_index)
+    rounded = clipped.round() * scale
+    return rounded.to(x.dtype)
 
 
 def noise(key: Tensor, x: Tensor) -> Tensor:
-    """Return the noise of all elements of a tensor, in its shape, see ``hash_noise``."""
+    """Return the noise of ``hash_noise`` in the shape of ``x``."""
     return hash_noise(key, x.numel()).view(x.shape)
 
 
 def hash_noise(key: Tensor, count: int) -> Tensor:
-    """Return the noise of ``count`` elements, row by row, in (-0.5, 0.5), float32.
+    """Return noise for ``count`` elements in row-major order, float32 in (-0.5, 0.5).
 
-    A pure function of key and place: the same in every implementation, for any number of threads and layout in memory.
-    ``key`` (0-d int64) is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the place
-    at two points, so that the noise of two keys is no rearrangement of one sequence. A hash serves two neighbours: u
-    takes 2**16 values, symmetric about 0.
+    It is a pure function of key and position, equal in every implementation, for any number of threads and memory
+    layout. ``key`` (0-d int64) is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the
+    position at two points, so that the noise of one key is no permutation of that of another. One hash serves two
+    neighbouring elements: the noise takes 2**16 values, symmetric about 0.
     """
     first, second = key_halves(key)
     pair = torch.arange((count + 1) >> 1, device=key.device, dtype=torch.int64)
-    h = (
-        pair.to(torch.int32) ^ first ^ (pair >> 32).to(torch.int32) * GOLDEN
-    )  # wraps, as all that follows
+    # int32 arithmetic wraps here and below
+    h = pair.to(torch.int32) ^ first ^ (pair >> 32).to(torch.int32) * GOLDEN
     h = (h ^ ((h >> 16) & 0xFFFF)) * MIX[0] ^ second
     h = (h ^ ((h >> 15) & 0x1FFFF)) * MIX[1]
     h = h ^ ((h >> 16) & 0xFFFF)
@@ -191,7 +199,7 @@ def hash_noise(key: Tensor, count: int) -> Tensor:
 
 
 def key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two int32 from a key."""
+    """Return the two int32 halves of a scrambled key."""
     z = key + _STEP
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX64[0]
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX64[1]

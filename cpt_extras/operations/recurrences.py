@@ -97,7 +97,7 @@ def run_recurrence(
     kind: str, linear: Linear, input: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     """Compute what ``torch.gru`` and its like do; arguments as there."""
-    call = RecurrentCall.of(input, *args)
+    call = RecurrentCall.from_arguments(input, *args)
 
     def run_direction(index: int, x: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
         steps = x.split(call.sizes or len(x) // num_time_steps(call))
@@ -164,7 +164,9 @@ def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
             return None
         if layer.precision is None or not mode.is_active(layer.precision):
             return function(input, *args)
-        return run_lstm(layer.precision, RecurrentCall.of(input, *args), run_direction)
+        return run_lstm(
+            layer.precision, RecurrentCall.from_arguments(input, *args), run_direction
+        )
 
     return handler
 
