@@ -1,7 +1,7 @@
-"""Measure the bands that live numbers of the notebooks must lie in: ``python -m bench.bands``.
+"""Bands in which the live numbers of the notebooks must lie: ``python -m bench.bands``.
 
 A band is the mean over twelve seeds +- four standard deviations. A negative control, static training at too few bits,
-must fall outside; the command refuses to write bands that it does not.  Run it again when results change on purpose.
+must fall outside; otherwise the command refuses to write the bands. Run it again when results change on purpose.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure_runs(specs: list[RunSpec], metric: str) -> list[float]:
 
 
 def main() -> None:
-    """Measure and write ``data/results/bands.json``; with --only, the bands whose name has these words."""
+    """Measure the bands, all or those that --only selects, and write ``data/results/bands.json``."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--only", default="", help="part of a band's name; the others stay as they are"

@@ -1,9 +1,10 @@
-"""What runs gain that train side by side in one process: ``python -m bench.batched_runs [RECIPE ...]``.
+"""Speed-up of runs that train side by side in one process: ``python -m bench.batched_runs [RECIPE ...]``.
 
-Two questions, of the demo recipes that do so by themselves. *R=2, R=11*: CPU seconds of a run alone over those of a run
-beside others, on one thread, from its start to its metrics. *sweep*: wall seconds of the schedules and static 8 of two
-seeds with a process for every run, over those of the same sweep as it is by default, with two workers each. Medians of
-three, interleaved. Writes ``data/results/together.json``.
+It measures two ratios for the demo recipes whose runs are batched by default. *R=2, R=11*: CPU seconds of a run that
+trains alone, divided by those of a run in a batch of 2 or 11, on one thread, from its start to its metrics. *sweep*:
+wall seconds of a sweep with one process for every run, divided by those of the sweep with its default batches; the
+sweep has the schedules and static 8 on two seeds, with two workers. All are medians of three interleaved measurements.
+Writes ``data/results/together.json``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def specs(name: str, seed: int) -> list[RunSpec]:
 def median_seconds(
     clock: Callable[[], float], *timed: Callable[[], object]
 ) -> list[float]:
-    """Return the median time of each, interleaved."""
+    """Return the median time of every function; the functions take turns."""
     taken: list[list[float]] = [[] for _ in timed]
     for _ in range(REPEATS):
         for work, of in zip(timed, taken, strict=True):
@@ -63,7 +64,7 @@ def median_seconds(
 
 
 def measure_recipe(name: str) -> dict[str, float]:
-    """Return seconds of a run alone and of a sweep, and the ratios."""
+    """Return seconds of a single run and of a sweep, and the speed-ups of batching."""
     arms = specs(name, 0)
     train(load_task_class(arms[0]), arms[0])  # data, kernels
 
@@ -101,7 +102,7 @@ def measure_recipe(name: str) -> dict[str, float]:
 
 
 def main(names: list[str]) -> None:
-    """Measure, print, write."""
+    """Measure the recipes, print the ratios and write them."""
     if missing := {
         name: value for name, value in ALLOCATOR.items() if not os.environ.get(name)
     }:  # as runs have it

@@ -1,9 +1,9 @@
-"""The library alone on several Pythons and releases of torch, each in a throw-away environment.
+"""Check of the library on several Pythons and releases of torch, each in a temporary environment.
 
     python -m bench.compat
     python -m bench.compat --python 3.11 --torch 2.13.0 --backend default --find-links FOLDER
 
-Needs uv, which also fetches a Python that the machine has not. CPU builds of torch come from PyTorch's own index
+Needs uv, which also fetches a Python that the machine lacks. CPU builds of torch come from PyTorch's own index
 (``--backend cpu``); ``--backend default`` takes what the package index has, on Linux CUDA builds of several GB.
 """
 
@@ -31,7 +31,7 @@ def _uv() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without the checkout, with the Pythons of pyenv, whose shims answer for the chosen one only."""
+    """Return this environment without the checkout, and with every Python of pyenv on PATH."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -54,7 +54,7 @@ def _call(*words: str | Path, cwd: Path) -> tuple[bool, str]:
 
 
 def _reason(output: str) -> str:
-    """The last line that says something."""
+    """Return the last line of an output that has text."""
     return next(
         (line.strip(" ╰─▶│") for line in reversed(output.splitlines()) if line.strip()),
         "no message",
@@ -62,7 +62,7 @@ def _reason(output: str) -> str:
 
 
 def build(uv: str, folder: Path) -> Path:
-    """Build the wheel by way of the source distribution, which takes no stale files along."""
+    """Build the wheel from the source distribution, which leaves stale files out."""
     is_built, output = _call(
         uv,
         "build",
@@ -83,7 +83,7 @@ def build(uv: str, folder: Path) -> Path:
 def combination(
     uv: str, wheel: Path, python: str, torch: str, backend: str, links: list[str]
 ) -> list[str]:
-    """Return a line of the table: what was asked for, what was installed, and how the check went."""
+    """Check one combination of Python and torch; return its line of the table."""
     with tempfile.TemporaryDirectory(prefix="cpt-compat-") as name:
         place = Path(name)
         there, said = _call(uv, "venv", "-q", "-p", python, place / "venv", cwd=place)

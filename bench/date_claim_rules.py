@@ -1,4 +1,4 @@
-"""Date the rules of the claims that have changed, in ``data/paper/claims.csv``: ``python -m bench.date_claim_rules``.
+"""Dates of the claims' rules in ``data/paper/claims.csv``: ``python -m bench.date_claim_rules`` renews them.
 
 A rule is what is measured, by which function, how it is tested, and the code of the verdicts, with all functions and
 constants of ``cpt_lab.analysis`` that they call on; a fingerprint tells whether it is what it was. Lines whose rule
@@ -41,7 +41,10 @@ LINE = ("measure", "a", "b", "tasks", "only", "test", "margin", "grids")
 
 
 def fingerprint(claim: Claim) -> str:
-    """Return eight hexadecimal digits that change with the rule of a claim; not with comments, docstrings or layout."""
+    """Return eight hexadecimal digits that identify the rule of a claim.
+
+    Comments, docstrings and layout of the code do not change them.
+    """
     line = [getattr(claim, name) for name in LINE]
     code = collect_code([*CODE, MEASURES[claim.measure]])
     return hashlib.sha256(
@@ -50,7 +53,7 @@ def fingerprint(claim: Claim) -> str:
 
 
 def collect_code(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
-    """Return the words of functions, and of all that they call on in this folder, by name: functions and constants."""
+    """Return the code of functions, and of the functions and constants of the analysis that they use, by name."""
     pending, code_by_name = (
         [inspect.unwrap(function) for function in functions],
         dict[str, Any](),
@@ -75,7 +78,10 @@ def collect_code(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
 
 
 def _resolve_name(node: ast.AST, function: Callable[..., Any]) -> Any:
-    """What a name in a function, or a name of a module there, stands for; without what is wrapped around functions."""
+    """Return the value of a global name, or of a module's attribute, that a function uses; None for other nodes.
+
+    Decorated functions are unwrapped.
+    """
     name = node.value if isinstance(node, ast.Attribute) else node
     if not isinstance(name, ast.Name) or name.id in function.__code__.co_varnames:
         return None
@@ -86,14 +92,14 @@ def _resolve_name(node: ast.AST, function: Callable[..., Any]) -> Any:
 
 
 def _is_plain_table(value: Any) -> bool:
-    """Whether it is a table of words and numbers."""
+    """Return whether a value is a dict of strings and numbers."""
     return isinstance(value, dict) and all(
         isinstance(entry, (str, int, float)) for entry in value.values()
     )
 
 
 def code_words(function: Callable[..., Any]) -> list[list[str]]:
-    """Return what a function is made of, the same on every Python: without comments and docstrings."""
+    """Return the syntax nodes of a function without docstrings, in a form that every Python version shares."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
@@ -122,7 +128,7 @@ def update_date(claim: Claim, timestamp: str) -> Claim:
 
 
 def main() -> None:
-    """Rewrite the file, and say which lines have a new date."""
+    """Rewrite the file, and print the claims that got a new date."""
     timestamp = datetime.now(UTC).isoformat(timespec="seconds")
     old_claims = claims.claims()
     new_claims = [update_date(claim, timestamp) for claim in old_claims]

@@ -1,4 +1,4 @@
-"""``python -m bench.demo_check``: run notebooks 03 to 07 at demo scale and check that nothing they promise is missing.
+"""Check of notebooks 03 to 07 at demo scale, that every output they promise is there: ``python -m bench.demo_check``.
 
 A cell that draws a figure has to show a picture, one that makes a table has to show it, and the cell that trains has to
 show the figure and the claims of its own runs. The committed notebooks, at smoke scale, are checked by the tests with
@@ -26,7 +26,7 @@ CLAIMS = "the paper says"
 
 
 def missing(notebook: Any, own_runs: bool) -> list[str]:
-    """Return what a notebook promises and does not show, a line per cell.
+    """Return the missing outputs of a notebook, one line per cell.
 
     Args:
         notebook: the notebook with its outputs.

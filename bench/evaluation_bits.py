@@ -1,10 +1,10 @@
-"""Which bits evaluate a model that was trained at b bits: ``python -m bench.evaluation_bits``.
+"""Quality of trained models at other evaluation bits: ``python -m bench.evaluation_bits``.
 
 Four tasks are trained at static 3, 4, 5, 6 and 8 bits, with gradients of 8, on eight seeds; every trained model is
 evaluated on its test data at each of these bits and in float32, on the running ranges that training left. The rule:
 evaluation at other bits than those of training is better or worse where the 95 % interval of its difference, paired by
-seed, lies beyond 0. Differences are not corrected for their number, 25 a task: a look, no registered test. Writes
-``data/results/evaluated_at.json``.
+seed, lies beyond 0. The differences, 25 per task, are not corrected for their number: this is an exploration, not a
+preregistered test. Writes ``data/results/evaluated_at.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TASKS, BITS, SEEDS = (
 
 
 def qualities(name: str, trained: int, seed: int) -> dict[str, float]:
-    """Return the quality at every precision of evaluation: points, or -100 times the logarithm of the perplexity."""
+    """Train one model; return its quality by evaluation bits: points, or -100 log(perplexity)."""
     recipe = CASES[name].recipe
     spec = RunSpec(
         recipe,
@@ -59,7 +59,7 @@ def qualities(name: str, trained: int, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train, evaluate, print, write."""
+    """Train and evaluate all models, and write the results."""
     torch.set_num_threads(1)
     rows = []
     for name in TASKS:

@@ -19,7 +19,7 @@ from cpt_lab.sweeps.row_format import load_rows
 
 
 def complete_rows(grid: str) -> list[ResultRow]:
-    """Return the rows of a grid with fresh seeds, or none where some are missing, or its data were others."""
+    """Return the rows of a grid with fresh seeds; none if rows are missing or the data differ."""
     store = runs_dir() / "verdicts" / f"{grid}.jsonl"
     if not store.is_file():
         return []
@@ -36,7 +36,7 @@ def complete_rows(grid: str) -> list[ResultRow]:
 
 
 def main() -> None:
-    """Compare, print, write."""
+    """Compute the effects of all complete grids, print and write them."""
     path, effects_by_grid = results_dir() / "fresh_seeds.json", dict[str, Any]()
     stored_effects = (
         json.loads(path.read_text(encoding="utf-8"))["grids"] if path.is_file() else {}

@@ -1,8 +1,8 @@
-"""Time of float32 products in oneDNN relative to MKL, which torch calls: ``python -m bench.gemm_shapes``.
+"""Time of float32 matmuls in oneDNN relative to MKL, which torch calls: ``python -m bench.gemm_shapes``.
 
-Forward (y = x w'), error (dx = dy w) and weight product (dw = dy' x) of the shapes of ``bench.step_ratio``, interleaved
+Forward GEMM (y = x w'), dgrad (dx = dy w) and wgrad (dw = dy' x) of the shapes of ``bench.step_ratio``, interleaved
 in one process, one thread: ratios of medians, those of minima in brackets. The last line, the geometric mean, is what
-``cpt_extras.kernels.gemm_backend.ONEDNN_TIME_RATIOS`` holds of a kind of processor. Products below its
+``cpt_extras.kernels.gemm_backend.ONEDNN_TIME_RATIOS`` stores for a kind of processor. Matmuls below its
 ``MIN_ONEDNN_MACS`` are shown and left out.
 """
 
@@ -39,7 +39,7 @@ ROUNDS = 25
 def timed(
     multiply: Callable[..., torch.Tensor], *operands: torch.Tensor
 ) -> Callable[[], float]:
-    """Return a function that runs a product and returns its seconds."""
+    """Return a function that runs a matmul and returns its seconds."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -58,7 +58,7 @@ def uses_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Print a line per shape, and the one of the table."""
+    """Print the ratios of every shape, and their mean."""
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, 1 thread, {cpu()['cpu']}")
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

@@ -1,4 +1,4 @@
-"""The Docker image, built and used as a reader does: JupyterLab comes up, lists the notebooks, and runs one.
+"""Check of the Docker image: build it, start JupyterLab, list the notebooks, run one.
 
     python -m bench.image
     python -m bench.image --builder buildah --base localhost/python:3.11
@@ -43,7 +43,7 @@ def _works(builder: str) -> bool:
 
 
 def build(builder: str, base: str | None) -> None:
-    """Build the image from the checkout, in which .dockerignore leaves out what git does."""
+    """Build the image from the checkout."""
     arguments = ["--build-arg", f"BASE_IMAGE={base}"] if base else []
     more = [*ISOLATION, "--layers"] if builder == "buildah" else []
     subprocess.run(
@@ -53,7 +53,7 @@ def build(builder: str, base: str | None) -> None:
 
 @contextmanager
 def running(builder: str, port: int) -> Iterator[list[str]]:
-    """Start the image as the README says, and yield the words that a command inside begins with."""
+    """Start the image as the README says; yield the prefix of commands that run inside it."""
     if builder != "buildah":
         start = [
             "run",
@@ -100,7 +100,7 @@ def running(builder: str, port: int) -> Iterator[list[str]]:
 
 
 def ask(port: int, path: str, patience: float = 120.0) -> dict:
-    """Return what JupyterLab's server answers, as soon as it does."""
+    """Return the answer of JupyterLab's server; wait until it is up."""
     end = time.monotonic() + patience
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"token {TOKEN}"}
@@ -134,7 +134,7 @@ print("image: DGL is for", "CUDA" if on_cuda else "the CPU alone: cpt_core.graph
 
 
 def look_inside(command_prefix: list[str]) -> None:
-    """Check what a GPU would need, and the machine as ``cpt doctor`` sees it."""
+    """Check inside the image what a GPU needs, and run ``cpt doctor``."""
     for check, arguments in (
         ("what a GPU needs", ("-c", INSIDE)),
         ("cpt doctor", ("-m", "cpt_lab", "doctor")),
@@ -145,7 +145,7 @@ def look_inside(command_prefix: list[str]) -> None:
 
 
 def main() -> None:
-    """Build, start, ask, run."""
+    """Build the image, start it, and run the checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--builder", choices=BUILDERS, help="default: the first that works"

@@ -1,10 +1,10 @@
-"""Kill a sweep at random moments, start it again, and compare what is left with a sweep that nobody disturbed.
+"""Test of crash safety: kill a sweep at random moments, restart it, compare its rows with an undisturbed sweep.
 
     python -m bench.kill_sweep --kills 50 --seed 0
 
-Each time one of these dies with SIGKILL: the sweep, one of its runs, or whoever holds the lock of the store in order to
-write; or the sweep gets one or two Ctrl-C. At the end no row may be missing, none may be there twice, and every number
-of every row and curve must be that of the undisturbed sweep.
+Each time SIGKILL ends the sweep, one of its runs, or the process that holds the write lock of the store; or the sweep
+gets one or two Ctrl-C. At the end no row may be missing, none may be there twice, and every
+number of every row and curve must equal that of the undisturbed sweep.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def start(specs: Path, store: Path) -> subprocess.Popen[str]:
 
 
 def holder(lock: Path) -> int | None:
-    """Return the process that holds a lock file just now, as the kernel knows it; there may be a file and no holder."""
+    """Return the id of the process that holds a lock file, as the kernel reports it; None if nobody does."""
     try:
         inode = lock.stat().st_ino
     except OSError:
@@ -71,14 +71,14 @@ def holder(lock: Path) -> int | None:
 
 
 def claims(store: Path) -> list[Path]:
-    """Return the lock files of all runs that anybody has ever claimed."""
+    """Return the lock files of all runs that were ever claimed."""
     return sorted((store.parent / f"{store.stem}.locks").glob("*.lock"))
 
 
 def strike(
     kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Random
 ) -> bool:
-    """Kill; False when there was nothing of this kind to kill."""
+    """Send the signal of one kind; return False if there was no such process."""
     if kind == "sweep":
         sweep.kill()
     elif kind.startswith("ctrl-c"):
@@ -108,7 +108,7 @@ def strike(
 
 
 def row_numbers(store: Path) -> dict[str, tuple[str, str]]:
-    """What must not depend on what happened: the numbers of every row and of its curve."""
+    """Return the numbers of every row and of its curve, by key."""
     facts_by_key = {}
     for row in stores.load_rows(store):
         numbers = {
@@ -137,7 +137,7 @@ def torture(
     steps: int = 190,
     report=print,
 ) -> Counter[str]:
-    """Kill ``kills`` times, over as many sweeps as it takes, and raise AssertionError when anything is lost.
+    """Kill ``kills`` times, over as many sweeps as needed; raise AssertionError if anything is lost.
 
     Returns:
         How often each kind of kill was done, and "resumed": runs that went on from a checkpoint.
@@ -208,7 +208,7 @@ def torture(
 
 
 def main() -> None:
-    """Run it from the command line."""
+    """Run the test from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Small wrong changes of the package, one at a time, each of which must turn a test red: ``python -m bench.mutants``.
+"""Mutation tests: every small wrong change of the package must make a test fail: ``python -m bench.mutants``.
 
 ``mutants.toml`` lists them: in which file which text becomes which other one, and the tests that must notice. Every
 mutant is put into a copy of the checkout, where those tests run; the working tree is left alone. The same tests run
@@ -8,9 +8,9 @@ once without a mutant: they must be green then, or their red says nothing.
     python -m bench.mutants --only bitops lstm  # those whose file or description holds a word
     python -m bench.mutants --changed [COMMIT]  # made from the lines that a commit, or HEAD, does not have
 
-The list holds what its authors thought of; what was just written has no line there yet. So ``--changed`` makes mutants
-from the lines themselves (``bench.mutation_operators``): ``--most`` of them, drawn with ``--seed``, for the tests
-nearest to their file. One that survives wants a test, or a look: some are no change of what the code does.
+The list was written by hand and does not cover new code. ``--changed`` therefore generates mutants from changed lines
+(``bench.mutation_operators``): at most ``--most`` of them, drawn with ``--seed``, for the tests nearest to their file.
+A survivor needs a test or a closer look: some mutants do not change what the code does.
 
 Ends with 1 when a mutant survives, when its text is not in its file exactly once, or when its tests do not run.
 """
@@ -54,15 +54,15 @@ GREEN, RED = 0, 1  # what pytest ends with; all else is a test that did not run
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong change.
+    """A small wrong change of the code, and the tests that must notice it.
 
     Attributes:
-        file: from the top of the checkout, such as "cpt_core/validation.py".
+        file: path from the root of the checkout, such as "cpt_core/validation.py".
         description: what goes wrong, in words.
-        before: a text that is in the file exactly once.
-        after: what stands there instead.
-        tests: below ``tests``, files or single tests, of which at least one must turn red.
-        is_generated: by a machine; then it is noticed as well where tests cannot run or do not end.
+        before: text that the file contains exactly once.
+        after: text that replaces it.
+        tests: files or single tests below ``tests``, of which at least one must fail.
+        is_generated: whether the mutant was generated; it then counts as noticed, too, if tests cannot run or hang.
     """
 
     file: str
@@ -76,13 +76,13 @@ class Mutant:
         return f"{self.file}: {self.description}"
 
     def difference(self) -> str:
-        """Return the lines that are changed, as a patch has them."""
+        """Return the changed lines as a patch."""
         lines = difflib.ndiff(self.before.splitlines(), self.after.splitlines())
         return "\n".join(line for line in lines if line[0] in "+-")
 
 
 def read_mutants(path: Path = TABLE) -> list[Mutant]:
-    """Return the mutants of a file of TOML: a table per file of the package, a line per mutant."""
+    """Return the mutants of a TOML file, which has a table per source file and a line per mutant."""
     files = tomllib.loads(path.read_text(encoding="utf-8"))
     return [
         Mutant(file, what, before, after, tuple(tests))
@@ -92,7 +92,7 @@ def read_mutants(path: Path = TABLE) -> list[Mutant]:
 
 
 def make_mutants(ref: str, root: Path = ROOT) -> list[Mutant]:
-    """Return the mutants that a machine makes from the lines that a commit does not have."""
+    """Return generated mutants of the lines that a commit does not have."""
     texts = {
         p.relative_to(root / "tests").as_posix(): p.read_text("utf-8")
         for p in root.glob("tests/**/test_*.py")
@@ -109,10 +109,10 @@ def make_mutants(ref: str, root: Path = ROOT) -> list[Mutant]:
 
 
 def nearest_tests(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the tests that stand nearest to a file of the package, at most ``NEAREST`` of the ``texts`` by file.
+    """Return the tests nearest to a file of the package: at most ``NEAREST``, from ``texts`` by file.
 
-    First those that the list has for it, then those of its room that bear its name, and those that import it; where
-    there are none, some of its room.
+    Tests that the list names for the file come first, then tests of its package with its name, then tests that import
+    it. Without any, tests of its package are taken.
     """
     module, name = file.removesuffix(".py").replace("/", "."), Path(file).stem
     imports = re.compile(
@@ -145,7 +145,7 @@ def nearest_tests(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def find_problem(mutant: Mutant, root: Path = ROOT) -> str:
-    """Return why a mutant cannot be tried, or ""."""
+    """Return why a mutant cannot be tried; "" if it can."""
     path = root / mutant.file
     if not path.is_file():
         return "there is no such file"
@@ -173,7 +173,7 @@ def find_problem(mutant: Mutant, root: Path = ROOT) -> str:
 def run(
     tests: Sequence[str], mutant: Mutant | None = None, root: Path = ROOT
 ) -> tuple[int, str]:
-    """Run tests in a copy of the checkout, with a mutant or without; return what pytest ended with, and its output."""
+    """Run tests in a copy of the checkout, with a mutant or without; return pytest's status and output."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -216,7 +216,7 @@ def run(
 
 
 def try_mutant(mutant: Mutant, root: Path = ROOT) -> str:
-    """Return "killed by" and the test that noticed, or what else became of a mutant."""
+    """Try a mutant; return "killed by" and the failing tests, or another outcome."""
     if reason := find_problem(mutant, root):
         return f"STALE: {reason}"
     status, output = run(mutant.tests, mutant, root)
@@ -234,7 +234,7 @@ def try_mutant(mutant: Mutant, root: Path = ROOT) -> str:
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
-    """Try all mutants, print a line for each, and return whether every one was killed by tests that are green else."""
+    """Try all mutants and print their outcomes; return whether all were killed by tests that pass otherwise."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     with ThreadPoolExecutor(jobs) as pool:
         unmutated = pool.submit(run, tests, None, root)
@@ -255,7 +255,7 @@ def try_all(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
 
 
 def main() -> None:
-    """Run it from the command line."""
+    """Run the mutants from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

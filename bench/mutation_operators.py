@@ -1,8 +1,7 @@
-"""Small wrong changes of lines of Python, made by a machine: what ``bench.mutants --changed`` tries.
+"""Generator of small wrong changes of Python lines, for ``bench.mutants --changed``.
 
-A comparison has another edge, a sum is a difference, ``and`` is ``or``, a condition is turned, a number is one more, a
-maximum is a minimum, an argument is left out, a call is not made, a function returns nothing. Annotations, decorators,
-patterns and what is raised stay.
+It swaps ``<`` and ``<=``, ``+`` and ``-``, ``and`` and ``or``, ``max`` and ``min``, negates a condition, adds 1 to a
+number, leaves out an argument or a call, or returns nothing. Annotations, decorators, patterns and raised errors stay.
 
 >>> for change in changes("def least(a, b):\\n    return a < b and max(a, 1)\\n", {2}):
 ...     print(change.description)
@@ -62,12 +61,12 @@ SKIPPED_FIELDS = {
 
 
 class Change(NamedTuple):
-    """A wrong change.
+    """One wrong change of a source file.
 
     Attributes:
-        description: the line, what stands there, and what instead, in one line.
-        before: the changed lines, with as many around them as make them unlike all others of the file.
-        after: what stands there instead.
+        description: line number, old and new code, in one line.
+        before: the changed lines, with as many lines around them as make the text unique in the file.
+        after: text that replaces it.
     """
 
     description: str
@@ -78,12 +77,12 @@ class Change(NamedTuple):
 def changed_lines(
     ref: str, root: Path, folders: Sequence[str] = PACKAGES
 ) -> dict[str, set[int]]:
-    """Return the lines of Python files in folders of ``root`` that a commit does not have, by file.
+    """Return the numbers of the lines below ``folders`` that a commit does not have, by Python file.
 
-    Those of the working tree: what is not committed counts, and so do files that git does not know yet.
+    Uncommitted changes of the working tree and untracked files count.
 
     Raises:
-        ValueError: for what is no commit.
+        ValueError: if ``ref`` names no commit.
     """
     lines_by_file: dict[str, set[int]] = {}
     options = (
@@ -122,7 +121,7 @@ def _git(root: Path, *words: str) -> str:
 
 
 def changes(source: str, lines: Collection[int]) -> list[Change]:
-    """Return the wrong changes of these lines of a source, those of a node after those of what it is in."""
+    """Return the wrong changes of some lines of a source, outer nodes first."""
     mutations = (
         pair for node in _nodes(ast.parse(source)) for pair in _mutations(node)
     )
@@ -151,7 +150,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 def _mutations(
     node: ast.AST,
 ) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.stmt]]:
-    """Yield a node, or a part of it, with what may stand there instead."""
+    """Yield pairs of a node, or of a part of it, and a wrong replacement."""
     match node:
         case ast.Compare(ops=ops):
             for i, op in enumerate(ops):
@@ -213,13 +212,13 @@ def _mutations(
 
 
 def _negations(test: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield a condition and its opposite, unless it is of a kind that is changed in its own way."""
+    """Yield a condition and its negation, unless another rule changes the condition."""
     if not isinstance(test, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant)):
         yield test, ast.UnaryOp(ast.Not(), test)
 
 
 def _replace_fields(node: Any, **fields: Any) -> Any:
-    """Return a node with other fields."""
+    """Return a copy of a node with some fields replaced."""
     changed = copy.copy(node)
     for name, value in fields.items():
         setattr(changed, name, value)

@@ -1,11 +1,11 @@
-"""What the whole paper would take, by arithmetic: ``cpt plan --measure --scale paper``, then this.
+"""Estimated cost of all runs of the paper: ``cpt plan --measure --scale paper``, then ``python -m bench.paper_scale``.
 
     python -m bench.paper_scale --tflops 10 --price 2
 
 The plan counts the multiply-accumulates (MACs) of a forward pass of every grid. A training step has three such passes,
-a MAC is two operations, and a simulated product is one of float32; rounding, evaluation, reading data and waiting come
-on top. So hours = 6 x MACs x steps x runs / speed. The speed, of the float32 operations that a GPU reaches on such
-models, and the price of an hour are yours to say: no GPU was measured. Writes ``data/results/paper_scale.json``,
+a MAC is two operations, and a simulated matmul runs in float32; rounding, evaluation, reading data and waiting come on
+top. So hours = 6 x MACs x steps x runs / speed. The float32 speed that a GPU reaches on such models and the price of an
+hour are options: no GPU was measured. Writes ``data/results/paper_scale.json``,
 without these two.
 """
 
@@ -28,7 +28,7 @@ COLUMNS = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()
 
 
 def count_grids() -> pd.DataFrame:
-    """Return a line per grid of the paper: its runs, the steps of one, the MACs of a forward pass, what is stored."""
+    """Return one line per grid of the paper: runs, mean steps, MACs of a forward pass, storage."""
     rows, counted_keys = [], set[str]()
     for name, grid in find_grids(None).items():
         if "paper" not in grid.scales:
@@ -61,14 +61,14 @@ def count_grids() -> pd.DataFrame:
 
 
 def add_prices(frame: pd.DataFrame, tflops: float, price: float) -> pd.DataFrame:
-    """Return GPU hours and money at a speed in 10^12 operations a second and a price of an hour."""
+    """Add exaops, GPU hours and money, from a speed in TFLOPS and a price per hour."""
     operations = OPERATIONS * frame.gigamacs * 1e9 * frame.steps * frame.runs
     hours = operations / (tflops * 1e12) / 3600
     return frame.assign(exaops=operations / 1e18, hours=hours, money=hours * price)
 
 
 def main() -> None:
-    """Count, write, print."""
+    """Count the runs, write the counts, and print the estimate."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,10 +76,10 @@ def main() -> None:
         "--tflops",
         type=float,
         default=10.0,
-        help="float32 operations a second that are reached, in 10^12",
+        help="float32 speed that the GPU reaches, in 10^12 operations a second",
     )
     parser.add_argument(
-        "--price", type=float, default=2.0, help="of an hour of this GPU"
+        "--price", type=float, default=2.0, help="price of an hour of the GPU"
     )
     options = parser.parse_args()
     frame = count_grids()

@@ -57,16 +57,14 @@ HINT = "if this change is meant, raise NUMERICS in cpt_core/numerics.py and run 
 
 
 class Pinned(NamedTuple):
-    """What is pinned of a run."""
+    """The pinned numbers of a run."""
 
     losses: list[float]
-    noise_keys: (
-        str  # digest of the noise keys of all layers after the last of these steps
-    )
+    noise_keys: str  # digest of the noise keys of all layers after the last step
 
 
 class _FinishedError(Exception):
-    """The run has made enough steps."""
+    """Raised to end a run after enough steps."""
 
 
 def tiny_spec(name: str, arm: str) -> RunSpec:
@@ -130,7 +128,7 @@ def _converted(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def pin_roundings() -> dict[str, str]:
-    """Return digests of fixed tensors that were rounded to every kind of grid, to the nearest point and at random."""
+    """Return digests of fixed tensors, rounded to every kind of grid to nearest and stochastically."""
     count = torch.arange(3 * 40 * 14, dtype=torch.int64)
     x = ((count * 40_503) % 65_536 - 30_000).float().view(3, 40, 14) / 4096
     key = torch.tensor(1_234_567_890_123, dtype=torch.int64)
@@ -160,7 +158,7 @@ def _digest(text: bytes) -> str:
 def find_changes(
     pinned: Pinned, stored: dict[str, Any], same_machine: bool
 ) -> list[str]:
-    """Return what is not as it was stored: noise keys and first losses, on the same machine all losses."""
+    """Return the differences from a stored run: noise keys and first loss; on its own machine, all losses."""
     changes = []
     if pinned.noise_keys != stored["noise_keys"]:
         changes.append("the noise keys of its layers changed")
@@ -179,7 +177,7 @@ def find_changes(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what must agree for losses to be equal bit for bit."""
+    """Return the processor and versions that must agree for bit-equal losses."""
     processor = {
         name: value
         for name, value in machine().items()
@@ -209,7 +207,7 @@ def computing_with(kernels: str) -> Iterator[None]:
 
 
 def main() -> int:
-    """Write the file; refuse where the numbers changed on the machine of the old one and ``NUMERICS`` did not."""
+    """Write the file; refuse if the numbers changed on the same machine but ``NUMERICS`` did not."""
     with computing_with("reference"):
         runs = {
             f"{name} {arm}": pin_run(tiny_spec(name, arm))._asdict()

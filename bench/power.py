@@ -1,8 +1,8 @@
-"""The power of the primary tests of docs/preregistration.md: ``python -m bench.power``.
+"""Power of the primary tests of docs/preregistration.md: ``python -m bench.power``.
 
 Every test is a Student's t over seeds. Standard deviations are those of earlier rows and of pilots, as the document
-says. Power is that at the level of the test alone, and at a fifth of it, the hardest that Holm's correction over five
-tests may ask for.
+says. Power is given at the level of a single test, and at a fifth of it, the strictest level of Holm's correction over
+five tests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from scipy import stats
 
 
 def power(effect: float, sd: float, n: int, level: float, sides: int = 2) -> float:
-    """Return the probability that a t-test over n differences finds an effect, with its sign, at a level."""
+    """Return the probability that a t-test over n differences finds an effect with the right sign."""
     t = stats.t.ppf(1 - level / sides, n - 1)
     return float(stats.nct.sf(t, n - 1, effect / sd * math.sqrt(n)))
 
 
 def equivalence(margin: float, sd: float, n: int, level: float = 0.05) -> float:
-    """Return a lower bound of the probability that a difference of 0 is found to lie within +-margin."""
+    """Return a lower bound of the probability that a true difference of 0 tests as within +-margin."""
     return max(0.0, 2 * power(margin, sd, n, level, sides=1) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Run the precision range test on the demo recipes and keep the answers: ``python -m bench.range_tests``.
+"""Precision range tests of the demo recipes, stored: ``python -m bench.range_tests``.
 
 Writes ``data/results/range_tests.json``: one entry per data set and model, with every share, beside the q_min that the
 paper found with its own test on its own data. Data sets that are not embedded are left as they are when their data are
@@ -42,7 +42,7 @@ PAPER = {
 
 
 def main() -> None:
-    """Measure and write; with --only, the entries whose name has these words."""
+    """Run the range tests, all or those that --only selects, and write them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--only",

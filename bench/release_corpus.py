@@ -1,4 +1,4 @@
-"""Record what a release writes, for the tests of compatibility: ``python -m bench.release_corpus RELEASE``.
+"""Files that a release writes, recorded for the compatibility tests: ``python -m bench.release_corpus RELEASE``.
 
     git worktree add /tmp/release COMMIT
     python -m bench.release_corpus 0.4.0 --checkout /tmp/release
@@ -24,10 +24,10 @@ SCRIPT = Path(__file__).with_name("release_items.py")
 
 
 def record(release: str, name: str, checkout: Path) -> Path:
-    """Record a release in a folder of its own, which is made anew, and return it.
+    """Record a release in a new folder, and return the folder.
 
     Raises:
-        subprocess.CalledProcessError: when the release fails; the folder is then as it was.
+        subprocess.CalledProcessError: if the release fails; its former folder then stays.
     """
     fresh = CORPUS / f"{name}.new"
     shutil.rmtree(fresh, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Record what a release writes: rows, a checkpoint, states, a program, a pickle. Run by ``bench.release_corpus``.
+"""Recorder of a release's files: rows, a checkpoint, states, a program, a pickle. ``bench.release_corpus`` runs it.
 
 This file runs inside the checkout of any release, old ones too, so it imports the package alone, from wherever the
 release has its modules:
@@ -33,7 +33,11 @@ STATE_AT = 6  # steps before a scheduler's state is stored; as many follow
 
 
 def find(*places: str) -> Any:
-    """Return the first of these objects that is there; ImportError when none is."""
+    """Return the first of these objects that can be imported.
+
+    Raises:
+        ImportError: if none can.
+    """
     for place in places:
         module, _, name = place.rpartition(".")
         try:
@@ -44,7 +48,7 @@ def find(*places: str) -> Any:
 
 
 def name_release(release: str) -> None:
-    """Let rows name the release of the checkout, whatever is installed."""
+    """Make rows name the release of the checkout, not the installed version."""
     installed = metadata.version
     metadata.version = lambda name: release if name == "cpt-core" else installed(name)  # type: ignore[assignment]
 
@@ -118,7 +122,7 @@ def record_rows(folder: Path) -> None:
 
 
 def record_checkpoint(folder: Path) -> None:
-    """Store the checkpoint of a run, stopped on its way."""
+    """Store the checkpoint of a run that is stopped midway."""
     train = find(
         "cpt_lab.training.train.train",
         "cpt_core.training.train.train",
@@ -155,7 +159,7 @@ def make_model() -> nn.Sequential:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    """Return the inputs of a step, the same on every processor."""
+    """Return the inputs of a step, which are equal on every processor."""
     count = torch.arange(4 * 6, dtype=torch.int64) + 24 * step
     return ((count * 40_503) % 65_536 - 32_768).float().view(4, 6) / 16_384
 

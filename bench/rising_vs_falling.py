@@ -1,4 +1,4 @@
-"""Rising against falling bits of equal cost: ``python -m bench.rising_vs_falling``.
+"""Comparison of rising with falling bits of equal cost: ``python -m bench.rising_vs_falling``.
 
 Text is trained at 3 and at 5 forward bits, with gradients of 5, at the cost of static 4/5: first 3 then 5 (*rising*),
 first 5 then 3 (*falling*), or mixed evenly over the training (*even*), beside *static* 4/5. On characters the output
@@ -49,7 +49,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def order_bits(order: str, high: int, steps: int) -> TableSchedule:
-    """Return ``high`` steps of ``HIGH`` bits among ``steps``, in an order."""
+    """Return a schedule with ``high`` of ``steps`` at ``HIGH`` bits, the others at ``LOW``, in an order."""
     if order == "even":
         highs = [(t + 1) * high // steps > t * high // steps for t in range(steps)]
         return TableSchedule(tuple((HIGH if h else LOW, 1) for h in highs))
@@ -58,7 +58,7 @@ def order_bits(order: str, high: int, steps: int) -> TableSchedule:
 
 
 def arms(recipe: Recipe) -> dict[str, Schedule]:
-    """Return the schedules of a task: all cost what static 4/5 does, to half a step."""
+    """Return the schedules of a task; all cost as much as static 4/5, to half a step."""
     static = StaticSchedule(STATIC, recipe.steps)
     spec = RunSpec(recipe, static, Q_MAX, GRADIENTS, 0, "", "demo")
     task = load_task_class(spec)(spec, torch.device("cpu"))
@@ -100,7 +100,7 @@ def arms(recipe: Recipe) -> dict[str, Schedule]:
 
 
 def quality(spec: RunSpec) -> float:
-    """Train, and return -100 times the logarithm of the test perplexity at 8 bits: a difference of 1 is a percent."""
+    """Train a run; return -100 log(test perplexity) at 8 bits, in which a difference of 1 is a percent."""
     run = train(load_task_class(spec), spec)
     test_metrics: list[dict[str, Any]] = [
         m for m in run.metrics if m["split"] == "test"
@@ -114,7 +114,7 @@ def quality(spec: RunSpec) -> float:
 
 
 def main() -> None:
-    """Train, print, write."""
+    """Train all runs, print and write them."""
     torch.set_num_threads(1)
     path = results_dir() / "order_of_bits.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []

@@ -1,4 +1,4 @@
-"""Do bits that are allocated over roles beat static ones of equal cost: ``python -m bench.roles``.
+"""Comparison of bits allocated over roles with static bits of equal cost: ``python -m bench.roles``.
 
 How much one bit less costs in weights, activations and gradients is measured on four small tasks, from 4 bits in all
 three, on six seeds, and judged on held-out data (``sensitivity(..., roles=True)``).
@@ -49,7 +49,7 @@ def arms(measured: Sensitivity, steps: int) -> Arms:
 
 
 def quality(spec: RunSpec) -> float:
-    """Train, and return accuracy in points, or -100 times the logarithm of the perplexity; on test data, at 8 bits."""
+    """Train a run; return its test quality at 8 bits: accuracy in points, or -100 log(perplexity)."""
     run, text = train(load_task_class(spec), spec), spec.recipe.task == "language_model"
     name, chance = (
         ("perplexity", OUTPUTS[spec.recipe.dataset])
@@ -61,7 +61,7 @@ def quality(spec: RunSpec) -> float:
 
 
 def main() -> None:
-    """Measure, train, print, write."""
+    """Measure the sensitivities, train all runs, and write both."""
     torch.set_num_threads(1)
     path = results_dir() / "roles.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

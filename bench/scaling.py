@@ -1,4 +1,4 @@
-"""How the work of public functions grows with what they are given: at n, and at 4 n.
+"""Growth of the work of public functions with the size n of their input: at n, and at 4 n.
 
     python -m bench.scaling
 
@@ -28,14 +28,14 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A call whose input grows.
+    """A call with an input of variable size.
 
     Attributes:
-        covers: public names, as in ``book.public_names``, that it runs.
-        grows: what n is.
-        n: for counting; for seconds it is ``more`` times as much.
-        make: n, folder -> the call; what it prepares is not counted.
-        more: see ``n``.
+        covers: public names, as in ``book.public_names``, that the call runs.
+        grows: name of the size n, such as "layers".
+        n: size at which work is counted.
+        make: returns the call for (n, folder); its preparations are not counted.
+        more: factor of n for measuring seconds.
     """
 
     covers: str
@@ -50,19 +50,19 @@ X = torch.ones(2, 4)
 
 
 def chain(n: int) -> nn.Sequential:
-    """Return n layers in a row."""
+    """Return a chain of n linear layers."""
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
 
 
 def quantized(n: int) -> nn.Module:
-    """Return n quantised layers that have bits."""
+    """Return a chain of n quantised layers with a scheduler."""
     model = cpt.quantize_(chain(n))
     cpt.PrecisionScheduler(model, cyclic(64))
     return model
 
 
 def mostly_float32(n: int) -> nn.Module:
-    """Return n layers that stay in float32, and one that does not."""
+    """Return n layers that stay in float32, and one quantised layer."""
     model = nn.Sequential(chain(n), nn.LayerNorm(4), nn.Linear(4, 4))
     cpt.quantize_(model, cpt.QuantConfig(float32=tuple(f"0.{i}" for i in range(n))))
     cpt.PrecisionScheduler(model, cyclic(64))
@@ -70,7 +70,7 @@ def mostly_float32(n: int) -> nn.Module:
 
 
 def cyclic(steps: int, n_cycles: int = 2) -> Any:
-    """Return a schedule."""
+    """Return a cyclic schedule."""
     return cpt.make_schedule(
         "CR", q_min=3, q_max=8, total_steps=steps, n_cycles=n_cycles
     )
@@ -87,7 +87,7 @@ def step(model: nn.Module) -> None:
 
 
 def in_ledger(make: Callable[[int], nn.Module], n: int, folder: Path) -> Call:
-    """Return a step under a ledger that has counted one."""
+    """Return a training step inside a ledger that has counted one step before."""
     ledger = cpt.BitOpsLedger(model := make(n))
     ledger.__enter__()
     step(model)
@@ -95,7 +95,7 @@ def in_ledger(make: Callable[[int], nn.Module], n: int, folder: Path) -> Call:
 
 
 def layer_by_layer(n: int, folder: Path) -> Call:
-    """Return a step under a ledger in which the training loop calls every layer by itself."""
+    """Return a step inside a ledger, with a training loop that calls the layers one by one."""
     model = mostly_float32(n)
     cpt.BitOpsLedger(model).__enter__()
 
@@ -109,7 +109,7 @@ def layer_by_layer(n: int, folder: Path) -> Call:
 
 
 def ledger_results(n: int, folder: Path) -> Call:
-    """Return what reads a ledger, enters and leaves it."""
+    """Return a call that enters a ledger and reads its results."""
     ledger = cpt.BitOpsLedger(model := quantized(n))
     with ledger:
         step(model)
@@ -128,18 +128,18 @@ def ledger_results(n: int, folder: Path) -> Call:
 
 
 def scheduler_step(layers: int, steps: int) -> Call:
-    """Return a step of a scheduler."""
+    """Return the step method of a scheduler."""
     return cpt.PrecisionScheduler(cpt.quantize_(chain(layers)), cyclic(steps)).step
 
 
 def scheduler_state(n: int, folder: Path) -> Call:
-    """Return the way of a state out of a scheduler and back."""
+    """Return a call that saves and loads the state of a scheduler."""
     scheduler = cpt.PrecisionScheduler(cpt.quantize_(chain(n)), cyclic(64))
     return lambda: scheduler.load_state_dict(scheduler.state_dict())
 
 
 def in_precision(n: int, folder: Path) -> Call:
-    """Return a forward pass in a block that names the bits of every layer."""
+    """Return a forward pass with bits given for every layer."""
     model = cpt.quantize_(chain(n))
     bits = {f"{i}": 4 + i % 4 for i in range(n)}
 
@@ -151,7 +151,7 @@ def in_precision(n: int, folder: Path) -> Call:
 
 
 def layered(n: int, folder: Path) -> Call:
-    """Return what makes, prices and steps a schedule with a group for every layer."""
+    """Return a call that makes a schedule with a group per layer, computes its cost and steps it."""
     model = cpt.quantize_(chain(n))
 
     def call() -> None:
@@ -165,7 +165,7 @@ def layered(n: int, folder: Path) -> Call:
 
 
 def recorded_step(n: int, folder: Path) -> Call:
-    """Return a recorded step."""
+    """Return a training step under ``diagnostics.record``."""
     model = quantized(n)
     recording = cpt.diagnostics.record(model, every=1)
     recording.__enter__()
@@ -179,7 +179,7 @@ def recorded_step(n: int, folder: Path) -> Call:
 
 
 def recorded_steps(n: int, folder: Path) -> Call:
-    """Return a recording of many steps, and its table."""
+    """Return a call that records many steps and tabulates them."""
     model = quantized(2)
 
     def call() -> None:
@@ -193,7 +193,7 @@ def recorded_steps(n: int, folder: Path) -> Call:
 
 
 def copied_ranges(n: int, folder: Path) -> Call:
-    """Return a copy of all ranges."""
+    """Return a call that copies all running ranges."""
     source, target = quantized(n), quantized(n)
     return lambda: cpt.quantization.copy_ranges(source, target)
 
@@ -201,7 +201,7 @@ def copied_ranges(n: int, folder: Path) -> Call:
 def layers(
     call: Callable[[nn.Module], Any], make: Callable[[int], nn.Module] = quantized
 ) -> Any:
-    """Return the maker of a call on a model of n layers."""
+    """Return a ``Case.make`` for a call on a model of n layers."""
     return lambda n, folder: partial(call, make(n))
 
 
@@ -228,18 +228,18 @@ def training(depth: int) -> dict[str, Any]:
 
 
 def search_call(search: Callable[..., Any], depth: int, **more: Any) -> Call:
-    """Return a search over a training of a model of some layers."""
+    """Return a call of a search on a small training."""
     return partial(search, **training(depth) | more)
 
 
 def precision_search(n: int, folder: Path) -> Call:
-    """Return a search for the fewest bits, over trainings that do nothing."""
+    """Return a call of ``try_precision`` on trainings that do nothing."""
     idle = {"train_step": lambda number: torch.ones(()), "evaluate": lambda: 1.0}
     return search_call(cpt.search.try_precision, 1, steps=n, **idle | {"seeds": 1})
 
 
 def allocation(n: int, folder: Path) -> Call:
-    """Return the allocation of bits over n windows and as many groups."""
+    """Return a call that allocates bits over n windows and n groups."""
     rng = np.random.default_rng(0)
     windows, groups = (
         tuple((100 * i, 100 * i + 100) for i in range(n)),
@@ -270,12 +270,12 @@ def edges(n: int) -> tuple[Tensor, Tensor]:
 
 
 def graph(n: int) -> Any:
-    """Return a graph."""
+    """Return a graph of n nodes and 8 n edges."""
     return cpt.Graph.from_edges(*edges(n), n)
 
 
 def graph_layer(layer: Callable[[int, int], nn.Module], n: int, folder: Path) -> Call:
-    """Return a step of a quantised graph layer."""
+    """Return a forward and backward pass of a quantised graph layer."""
     model, made, x = cpt.quantize_(layer(4, 4)), graph(n), torch.ones(n, 4)
     cpt.PrecisionScheduler(model, cyclic(64))
     return lambda: model(made, x).sum().backward()
@@ -304,7 +304,7 @@ def write_store(n: int, folder: Path) -> Path:
 
 
 def append_rows(n: int, folder: Path) -> Call:
-    """Return what appends 8 rows to n, of which the process has appended one before."""
+    """Return a call that appends 8 rows to a store of n rows."""
     from cpt_lab.sweeps.row_format import load_rows
     from cpt_lab.sweeps.stores import append_row
 
@@ -315,14 +315,14 @@ def append_rows(n: int, folder: Path) -> Call:
 
 
 def read_rows(n: int, folder: Path) -> Call:
-    """Return what reads a store."""
+    """Return a call that reads a store."""
     from cpt_lab.sweeps.row_format import load_rows
 
     return partial(load_rows, write_store(n, folder))
 
 
 def tabulate(n: int, folder: Path) -> Call:
-    """Return what reads a store into a table, and summarises and writes that."""
+    """Return a call that reads a store into a table, summarises and writes it."""
     from cpt_lab.analysis.row_tables import by_arm
     from cpt_lab.analysis.run_table import load
     from cpt_lab.analysis.spreadsheets import write_csv
@@ -338,7 +338,7 @@ def tabulate(n: int, folder: Path) -> Call:
 
 
 def judge_runs(n: int, folder: Path) -> Call:
-    """Return what judges the claims of the paper by a table of runs."""
+    """Return a call that judges claims of the paper by a table of runs."""
     from cpt_lab.analysis.claims import judge_claims
     from cpt_lab.analysis.run_table import load
 
@@ -349,7 +349,7 @@ def judge_runs(n: int, folder: Path) -> Call:
 
 
 def collect_notebooks(n: int, folder: Path) -> Call:
-    """Return what collects the notebooks of n students."""
+    """Return a call that collects the notebooks of n students."""
     import json
 
     from cpt_lessons.submissions import read_submissions
@@ -363,9 +363,9 @@ def collect_notebooks(n: int, folder: Path) -> Call:
     return partial(read_submissions, folder / f"class{n}")
 
 
-# --- data of one's own ------------------------------------------------------------------------------------------------
+# --- data of users ----------------------------------------------------------------------------------------------------
 def read_text(n: int, folder: Path) -> Call:
-    """Return what reads a text of 100 n words."""
+    """Return a call that reads a text of about 100 n words."""
     from cpt_lab.data.text import load_text
     from cpt_lab.experiments.registry import recipe
 
@@ -381,7 +381,7 @@ def read_text(n: int, folder: Path) -> Call:
 
 
 def read_graph(n: int, folder: Path) -> Call:
-    """Return what reads a graph of n nodes and 8 n edges."""
+    """Return a call that reads a graph of n nodes and 8 n edges."""
     from cpt_lab.data.graphs import load_graph
     from cpt_lab.experiments.registry import recipe
 
@@ -403,7 +403,7 @@ def read_graph(n: int, folder: Path) -> Call:
 
 
 def read_images(n: int, folder: Path) -> Call:
-    """Return what reads a folder of n pictures."""
+    """Return a call that reads a folder of n images."""
     from PIL import Image
 
     from cpt_lab.data.images import load_images
@@ -420,7 +420,7 @@ def read_images(n: int, folder: Path) -> Call:
     )
 
 
-# what the library alone makes, or what has no input that grows; classes of values cost what their fields do
+# Public names without an input that grows, or that only the library constructs.
 CONSTANT = {
     **dict.fromkeys(
         (
@@ -653,14 +653,14 @@ CASES = {
 
 
 def make_call(case: Case, n: int, folder: Path) -> Call:
-    """Return the call of a case at n, in a folder of its own."""
+    """Return the call of a case at size n, with a new folder for its files."""
     own = folder / str(n)
     own.mkdir(parents=True)
     return case.make(n, own)
 
 
 def seconds(case: Case, n: int, folder: Path) -> float:
-    """Return the processor seconds of a call, the least of three."""
+    """Return the processor seconds of a call: the minimum of three."""
     measured = []
     for repetition in range(3):
         call = make_call(case, n, folder / str(repetition))
@@ -671,7 +671,7 @@ def seconds(case: Case, n: int, folder: Path) -> float:
 
 
 def main() -> int:
-    """Print a line per case; 1 where one grows faster than it may."""
+    """Print the growth of every case; return 1 if one grows faster than allowed."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     slow = []

@@ -1,4 +1,4 @@
-"""Measure where bits matter in the tasks of H5 and keep the answers: ``python -m bench.sensitivities``.
+"""Sensitivities of the tasks of H5 to bits, by window and layer: ``python -m bench.sensitivities``.
 
 Writes ``data/results/sensitivity.json``, from which the schedules of ``h5/...`` are made. ``--only NAME`` measures one
 case; several processes may do one each at a time.
@@ -29,7 +29,7 @@ def measure_case(case: MeasuredCase) -> Sensitivity:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure the sensitivities and write them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--only", choices=list(CASES), help="one case; the others stay as they are"

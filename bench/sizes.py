@@ -1,4 +1,4 @@
-"""Lines of code: of every package, of the tests, and of what the README's three lines load.
+"""Lines of code of every package, of the tests, and of the modules that the README's three lines load.
 
     python -m bench.sizes
 

@@ -1,12 +1,11 @@
 """Time of a low-precision training step relative to the float32 step: ``python -m bench.step_ratio``.
 
-Simulated, for every backend of the quantised operator: plain torch, C++, and the whole model through
-``torch.compile``; on codes, ``QuantConfig(execution="integer")``, with the authors' steps and with shared ones. Beside
-it what others offer: bfloat16 under autocast, unquantised, and, where torchao is installed (nothing here needs it), its
-training with int8 products and its fake quantisation of linear layers, for models that have no others. All
-run interleaved in one process, one thread, and ratios of medians are printed, with those of minima in brackets: they
-are comparable between machines, the milliseconds are not. A step is forward, backward and SGD; q cycles from 3 to 8
-and gradients have 8 bits, rounded stochastically.
+Simulated, for every backend of the quantised operator: plain torch, C++, and the whole model through ``torch.compile``;
+in int8, ``QuantConfig(execution="integer")``, with the authors' steps and with shared ones. For comparison: unquantised
+bfloat16 autocast, and, if torchao is installed (nothing here needs it), its int8 training and its fake quantisation of
+linear layers, for models with linear layers only. All variants run interleaved in one process, one thread, and ratios
+of medians are printed, with those of minima in brackets: they are comparable between machines, the milliseconds are
+not. A step is forward, backward and SGD; q cycles from 3 to 8 and gradients have 8 bits, rounded stochastically.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from cpt_lab.tasks.retinanet import retinanet
 
 
 def linear_block() -> nn.Module:
-    """Two 768-wide linear layers with GELU."""
+    """Return two 768-wide linear layers with GELU."""
     return nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768))
 
 
 class Outputs(nn.Module):
-    """The outputs of an LSTM, without its state."""
+    """An LSTM that returns its outputs without its state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,14 +52,14 @@ class Outputs(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Two 3 x 3 convolutions of 64 channels with ReLU."""
+    """Return two 3 x 3 convolutions of 64 channels with ReLU."""
     return nn.Sequential(
         nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)
     )
 
 
 def tiny() -> nn.Module:
-    """The network of docs/training-loop.md."""
+    """Return the network of docs/training-loop.md."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -73,7 +72,7 @@ SMALL_BERT = {
 
 
 class Encoder(nn.Module):
-    """One layer of BERT-base, or what is given."""
+    """One layer of BERT-base, or an encoder of given sizes."""
 
     def __init__(self, **given: int) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class Encoder(nn.Module):
 
 
 class Detector(nn.Module):
-    """RetinaNet, its class logits and box offsets in one tensor."""
+    """RetinaNet with class logits and box offsets in one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class Detector(nn.Module):
 
 
 def arxiv() -> tuple[Graph, torch.Tensor]:
-    """A random graph of OGBN-Arxiv's size, popular nodes and all, and features that need a gradient."""
+    """Return a random graph of OGBN-Arxiv's size, with popular nodes, and features that require a gradient."""
     nodes, edges = 169_343, 1_166_243
     source, destination = (
         (torch.rand(2, edges, dtype=torch.float64) ** 2 * nodes).long().numpy()
@@ -115,20 +114,20 @@ def arxiv() -> tuple[Graph, torch.Tensor]:
 
 
 def random(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
-    """Random input of a shape."""
+    """Return a function that makes a random input of a shape."""
     return lambda: (torch.randn(shape),)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """A model whose training step is timed.
 
     Attributes:
-        make: the float32 model.
-        inputs: its inputs.
-        rounds: how often all variants run.
-        configs: what is quantised, by name.
-        compiled: whether ``torch.compile`` is timed as well; whole deep networks take it minutes.
+        make: returns the float32 model.
+        inputs: returns the inputs of the model.
+        rounds: number of timed rounds of all variants.
+        configs: quantisation configs by name.
+        compiled: whether ``torch.compile`` is timed as well; deep networks take minutes to compile.
     """
 
     make: Callable[[], nn.Module]
@@ -193,7 +192,14 @@ def stepper(
     config: QuantConfig | None = None,
     variant: str = "",
 ) -> Callable[[], float]:
-    """Return a function that runs one training step and returns its seconds; ``variant``: of the columns below."""
+    """Return a function that runs one training step and returns its seconds.
+
+    Args:
+        model: the float32 model.
+        inputs: its inputs.
+        config: quantisation config; None for float32.
+        variant: name of a column, such as "compiled".
+    """
     if config and variant in INT8:
         config = replace(config, execution="integer")
         config = config.with_shared_steps() if variant == INT8[1] else config
@@ -226,7 +232,7 @@ def stepper(
 
 
 def with_torchao(model: nn.Module, variant: str) -> None:
-    """Convert the linear layers of a model with torchao: to int8 products, or to fake quantisation at 8 bits."""
+    """Convert the linear layers of a model with torchao: to int8 training, or to fake quantisation at 8 bits."""
     from torchao import quantization as ao
 
     if variant == TORCHAO[0]:
@@ -245,7 +251,7 @@ def with_torchao(model: nn.Module, variant: str) -> None:
 
 
 def comparable_variants(model: nn.Module) -> list[str]:
-    """Return what a model can be compared with: torchao converts linear layers alone."""
+    """Return the variants of other libraries that support a model: torchao converts linear layers only."""
     layers = [
         m
         for m in model.modules()
@@ -264,7 +270,7 @@ def comparable_variants(model: nn.Module) -> list[str]:
 def measure(
     variants: Mapping[Any, Callable[[], float]], rounds: int
 ) -> dict[Any, list[float]]:
-    """Return the seconds of every variant, after a first round that warms up."""
+    """Return the seconds of every variant in every round, after a warm-up round."""
     times: dict[Any, list[float]] = {key: [] for key in variants}
     for i in range(rounds + 1):
         for key, step in variants.items():
@@ -275,7 +281,7 @@ def measure(
 
 
 def ratio(times: list[float], base: list[float]) -> str:
-    """Return the ratio of the medians, and that of the minima in brackets."""
+    """Return the ratio of medians, followed by the ratio of minima in brackets."""
     return f"{statistics.median(times) / statistics.median(base):.2f} ({min(times) / min(base):.2f})"
 
 

@@ -1,6 +1,6 @@
 """Style debt: the violations of ruff's rules that are older than the rules, listed per file at the end of ruff.toml.
 
-    python -m bench.style_debt          remove what is paid from the list
+    python -m bench.style_debt          remove fixed violations from the list
     python -m bench.style_debt --add    list new violations too: after files moved, or when a rule is turned on
 
 The list is the last part of `[lint.per-file-ignores]`, below the comment DEBT_COMMENT. Ruff ignores the listed rules in
@@ -93,7 +93,7 @@ def format_debt(debt: Debt) -> str:
 
 
 def main() -> int:
-    """Write the debt list again, and print how many (file, rule) pairs it has."""
+    """Rewrite the debt list, and print its number of (file, rule) pairs."""
     parser = argparse.ArgumentParser(
         description="Update the list of style debt in ruff.toml."
     )

@@ -1,4 +1,4 @@
-"""Find the twelve schedules of H1 again: ``python -m bench.twelve_schedules``, about a minute; status 1 if they differ.
+"""Search that chose the twelve schedules of H1: ``python -m bench.twelve_schedules``; status 1 if it finds others.
 
 At one cost, noise comes from steps at 2 or at 3 bits, early or late. Random pairs of cycles of exactly that cost are
 drawn; of each of twelve classes of noise one is chosen, by simulated annealing, so that log noise, share at 2 bits and
@@ -30,7 +30,7 @@ MIXES = (  # of 3 to 8 bits: concentrations of a Dirichlet distribution
 
 
 def draw_cycles(random: np.random.Generator) -> np.ndarray | None:
-    """Return the steps of two cycles at 2, ... 8 bits, (2, 7), of exactly the cost; None where chance failed."""
+    """Draw the steps of two cycles at 2, ..., 8 bits, (2, 7), at exactly the cost; None if the draw fails."""
     shares = np.array(
         [random.dirichlet(MIXES[random.integers(len(MIXES))]) for _ in TOP]
     )
@@ -66,7 +66,7 @@ def draw_cycles(random: np.random.Generator) -> np.ndarray | None:
 
 
 def measures(counts: np.ndarray) -> tuple[float, float, float]:
-    """Return log noise exposure, share at 2 bits, mean date of the noise."""
+    """Return log noise exposure, share of steps at 2 bits, and mean date of the noise."""
     bits = np.concatenate([np.repeat(BITS, c) for c in counts])
     weights, time = 4.0**-bits, (np.arange(STEPS) + 0.5) / STEPS
     date = (weights * time).sum() / weights.sum()
@@ -78,14 +78,14 @@ def measures(counts: np.ndarray) -> tuple[float, float, float]:
 
 
 def badness(x: np.ndarray) -> float:
-    """Return what is minimised over the measures of twelve schedules, (12, 3)."""
+    """Return the loss of twelve schedules from their measures, (12, 3)."""
     off = ~np.eye(3, dtype=bool)
     worst = max(np.abs(np.corrcoef(y.T)[off]).max() for y in (x, rankdata(x, axis=0)))
     return float(12 * max(worst, 0.05) - x.std(0) @ (1, 15, 10))
 
 
 def search() -> list[np.ndarray]:
-    """Return the twelve, the least noisy first."""
+    """Return the twelve schedules, the least noisy first."""
     random = np.random.default_rng(1)
     pool: list[np.ndarray] = []
     pool_measures: list[tuple[float, float, float]] = []

@@ -1,4 +1,4 @@
-"""Work of a call, counted instead of timed: the same on every machine, however busy it is.
+"""Work of a call, counted instead of timed, so that it does not depend on the machine or its load.
 
 Counted are the lines that Python runs, with calls and returns; the numbers that torch's operations read and write; the
 bytes that are read from files; and the most memory that Python and numpy hold. A loop in C over a list or a text is in
@@ -20,13 +20,13 @@ IO = Path("/proc/self/io")  # of Linux
 
 
 class Work(NamedTuple):
-    """What a call did.
+    """Counted work of a call.
 
     Attributes:
-        lines: run by Python in this thread, calls and returns, of generators too.
-        numbers: elements of the tensors that operations of torch got and returned.
-        bytes_read: from files, 0 where the system does not tell.
-        memory: bytes, the most at a time, of Python's objects and numpy's arrays.
+        lines: lines, calls and returns that Python ran in this thread.
+        numbers: elements of the inputs and outputs of torch's operations.
+        bytes_read: bytes read from files; 0 if the system does not report them.
+        memory: peak bytes of Python objects and numpy arrays.
     """
 
     lines: int
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     memory: int
 
 
-# below these what is constant outweighs what grows
+# Work below these figures is dominated by constant costs.
 MIN_WORK = Work(lines=4_000, numbers=4_000, bytes_read=40_000, memory=400_000)
 
 
@@ -54,7 +54,7 @@ class _CountingTensors(TorchDispatchMode):
 
 
 def count_work(call: Callable[[], Any]) -> Work:
-    """Return the work of a call, which runs once."""
+    """Run a call once and return its work."""
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -78,7 +78,7 @@ def count_work(call: Callable[[], Any]) -> Work:
 
 
 def ratios(small: Work, large: Work) -> dict[str, float]:
-    """Return by how much each kind of work grows; without what stays below ``LEAST``."""
+    """Return the growth of every kind of work that reaches ``MIN_WORK``."""
     pairs = zip(Work._fields, small, large, MIN_WORK, strict=True)
     return {
         name: b / max(a, minimum / 4) for name, a, b, minimum in pairs if b >= minimum

@@ -1,14 +1,14 @@
-"""Try models of other people's libraries, and keep what was found: ``python -m bench.zoo``, about 25 minutes.
+"""Checks of models of other libraries, with stored results: ``python -m bench.zoo``, about 25 minutes.
 
-Every model is converted and watched while it runs: the watcher looks at the operands of every product that torch
-executes, at 2 bits, and asks nothing of the library that is tried. An operand is on a grid when the whole of it, or
+Every model is converted and watched while it runs: the watcher inspects the operands of every matmul that torch
+executes, at 2 bits, and does not use ``cpt_core``'s own bookkeeping. An operand is on a grid when the whole of it, or
 every slice of some dimension, or every run of some length along a dimension holds at most four values, and zero (one
 dimension of an operand may be several of the tensor that was rounded, which were flattened); operands of
 fewer than 32 numbers, or without a slice of more than six, can fail that by chance and are left out of the shares. The
 multiply-accumulates of a product are counted from shapes.
 
-Then the model is used as people use models, see ``LOOPS``. ``--only WORD`` tries those whose name or library has it.
-Rows go to ``data/results/zoo.json``; a library that is missing is named with what installs it.
+Then the model is used in the ways of ``LOOPS``. ``--only WORD`` selects models by name or library. Rows go to
+``data/results/zoo.json``; for a missing library the command prints how to install it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ FUSED = (
 
 
 def count_macs(name: str, args: Any, out: Tensor) -> int:
-    """Return the multiply-accumulates of a product, from its shapes."""
+    """Return the multiply-accumulates of a matmul or convolution, from its shapes."""
     a, b = (args[i] for i in OPERANDS[name][:2])
     if name == "convolution":
         return (
@@ -109,9 +109,9 @@ def count_macs(name: str, args: Any, out: Tensor) -> int:
 
 
 def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None:
-    """Whether the numbers of an operand are few enough; None where its slices are too short to tell.
+    """Return whether an operand has few enough distinct numbers; None if its slices are too short to tell.
 
-    A slice is a row or a column; of an ``image`` all of it, of a ``kernel`` a channel.
+    A slice is a row or a column; for an ``image`` the whole operand, for a ``kernel`` a channel.
     """
     x = x.detach().float()
     runs = [
@@ -139,11 +139,11 @@ def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None
 
 
 class Watcher(TorchDispatchMode):
-    """Looks at the products of a forward pass, or only counts them.
+    """Mode that inspects the matmuls of a forward pass, or only counts them.
 
     Attributes:
-        macs: (module, product, on a grid) -> multiply-accumulates.
-        unknown: operations that multiply, and whose operands it does not know.
+        macs: (module, matmul, on a grid) -> multiply-accumulates.
+        unknown: fused operations whose operands cannot be inspected.
     """
 
     def __init__(self, model: nn.Module, looks: bool = True) -> None:
@@ -194,7 +194,7 @@ class Watcher(TorchDispatchMode):
 
 
 def total_loss(found: Any) -> Tensor:
-    """Return the sum of all that a model returns, as a loss."""
+    """Return the sum of all outputs of a model, as a loss."""
     parts = [y for y in tensors_in(found) if y.requires_grad]
     return torch.stack([y.double().mean() for y in parts]).sum()
 
@@ -214,7 +214,7 @@ def loss_and_gradients(
 
 
 def equal(first: list[Tensor], second: list[Tensor], slack: float = 0.0) -> bool:
-    """Whether two lists of tensors are equal, NaN included."""
+    """Return whether two lists of tensors are equal; NaN equals NaN."""
     if len(first) != len(second):
         return False
     return all(
@@ -225,16 +225,16 @@ def equal(first: list[Tensor], second: list[Tensor], slack: float = 0.0) -> bool
     )
 
 
-# --- what people do with models: each takes a converted model, its original, and inputs, and tells whether it was right
+# --- uses of a model: each takes a converted model, its original and inputs, and returns whether the result was right
 
 
 def at_four_bits(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return where a model runs at 4 bits; a float32 one is left as it is."""
+    """Return a context in which a converted model runs at 4 bits."""
     return cpt.precision(model, 4, 8) if is_converted(model) else nullcontext()
 
 
 def deepcopy_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
-    """A copy computes what the model does."""
+    """Return whether a deep copy computes what the model does."""
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         return equal(
@@ -244,7 +244,7 @@ def deepcopy_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> boo
 
 
 def restored_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
-    """``restore_`` gives the original back."""
+    """Return whether ``restore_`` restores the original."""
     cpt.restore_(model)
     return equal(
         loss_and_gradients(plain, plain, inputs),
@@ -253,7 +253,7 @@ def restored_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> boo
 
 
 def compiled_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
-    """Compiled is eager, up to what compiling by itself changes."""
+    """Return whether a compiled model equals the eager one, up to the differences of compilation itself."""
     torch._dynamo.reset()
     with at_four_bits(model):
         twin = copy.deepcopy(model)
@@ -266,7 +266,7 @@ def compiled_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> boo
 
 
 def checkpointed_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
-    """Activation checkpointing changes nothing."""
+    """Return whether activation checkpointing leaves the gradients unchanged."""
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         run = partial(checkpoint, twin, use_reentrant=False)
@@ -277,7 +277,7 @@ def checkpointed_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) ->
 
 
 def accumulation_adds_up(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
-    """Two backward passes add up their gradients."""
+    """Return whether two backward passes add up their gradients."""
     with at_four_bits(model):
         twin = copy.deepcopy(model)
         _, *once = loss_and_gradients(model, model, inputs)
@@ -289,7 +289,7 @@ def accumulation_adds_up(model: nn.Module, plain: nn.Module, inputs: Inputs) -> 
 
 
 def resumed_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
-    """A training that is stored and read goes on as if it had not been."""
+    """Return whether a saved and loaded training continues unchanged."""
     other = cpt.quantize_(copy.deepcopy(plain), NEAREST)
     first, second = (train_steps(m, inputs, 1)[1] for m in (model, other))
     other.load_state_dict(model.state_dict())
@@ -301,7 +301,7 @@ def resumed_is_equal(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool
 
 
 def average_needs_bits(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
-    """A moving average of a model that a scheduler drives refuses to run on bits of its own, and runs on given ones."""
+    """Return whether a moving average refuses to run without bits, and runs with ``precision``."""
     cpt.PrecisionScheduler(
         model, cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
     )
@@ -352,7 +352,7 @@ def train_steps(model: nn.Module, inputs: Inputs, steps: int) -> tuple[bool, Any
 def watch_forward(
     model: nn.Module, inputs: Inputs, bits: int, looks: bool = True
 ) -> Watcher:
-    """Return what a watcher has seen of a forward pass at so many bits, with the same random numbers every time."""
+    """Return a watcher after a forward pass at some bits, with fixed random numbers."""
     model = copy.deepcopy(model)
     watcher = Watcher(model, looks)
     torch.manual_seed(1)
@@ -364,7 +364,7 @@ def watch_forward(
 def try_model(
     library: str, name: str, make: Make, loops: bool = True
 ) -> dict[str, Any]:
-    """Return the row of one model."""
+    """Try one model; return its row."""
     row: dict[str, Any] = {"library": library, "model": name, "outcome": "whole"}
     torch.manual_seed(0)
     plain, inputs = make()
@@ -463,7 +463,7 @@ def _try_and_send(library: str, name: str, sender: Any) -> None:
 
 
 def try_in_process(library: str, name: str) -> dict[str, Any]:
-    """Return the row of a model that is tried in a process of its own: no failure ends the others."""
+    """Try a model in a separate process, so that a crash ends nothing else; return its row."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(False)
     process = context.Process(target=_try_and_send, args=(library, name, sender))
@@ -489,7 +489,7 @@ def _short(value: Any) -> Any:
 
 
 def main() -> None:
-    """Try them and write the rows."""
+    """Try the selected models and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--only", default="", help="a part of the names of models or libraries"

@@ -1,6 +1,6 @@
-"""The models of ``bench.zoo``: library -> name -> what makes the model, and its inputs.
+"""Models of ``bench.zoo``: library -> name -> function that returns a model and its inputs.
 
-Each is made by its library's own code, without weights, at a size that trains a step in a second. Nothing is loaded.
+Every library builds its models, with random weights, at a size that trains a step in a second. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Make = Callable[[], ModelAndInputs]
 
 
 class CallWith(nn.Module):
-    """A model that is called with more than its inputs, or of whose results one part counts."""
+    """Wrapper that calls a model with fixed keyword arguments and returns one part of its output."""
 
     def __init__(self, model: nn.Module, part: str = "", **options: Any) -> None:
         super().__init__()
         self.model, self.part, self.options = model, part, options
 
     def forward(self, *inputs: Any) -> Any:
-        """Call it."""
+        """Call the model, and return the selected part of its output."""
         output = self.model(*inputs, **self.options)
         return (
             getattr(output, self.part)
@@ -37,27 +37,27 @@ class CallWith(nn.Module):
 
 
 class LinearBefore(nn.Module):
-    """A linear layer, then another module."""
+    """A linear layer followed by another module."""
 
     def __init__(self, inner: nn.Module, width: int = 16) -> None:
         super().__init__()
         self.linear, self.inner = nn.Linear(width, width), inner
 
     def forward(self, x: Tensor) -> Any:
-        """Run both."""
+        """Run the linear layer, then the module."""
         output = self.inner(self.linear(x))
         return output[0] if isinstance(output, tuple) else output
 
 
 class WeightMatmul(nn.Module):
-    """A product that is written out, with a parameter of its own."""
+    """A matmul or einsum with a parameter as its weight."""
 
     def __init__(self, equation: str = "") -> None:
         super().__init__()
         self.equation, self.weight = equation, nn.Parameter(torch.randn(16, 12) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., 16)."""
+        """Multiply x (..., 16) by the weight."""
         return (
             torch.einsum(self.equation, x, self.weight)
             if self.equation
@@ -66,14 +66,14 @@ class WeightMatmul(nn.Module):
 
 
 class Cell(nn.Module):
-    """A cell of a recurrent network, run over a sequence."""
+    """A recurrent cell that runs over a sequence."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
         self.cell = cell
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (T, N, C) -> the last hidden state."""
+        """Return the last hidden state of x (T, N, C)."""
         state = None
         for step in x:
             state = self.cell(step, state)
@@ -81,19 +81,19 @@ class Cell(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Torch's own attention, of a sequence to itself."""
+    """Self-attention by ``nn.MultiheadAttention``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, T, C)."""
+        """Attend over x (N, T, C)."""
         return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Tied(nn.Module):
-    """An output layer with the weight of an embedding."""
+    """An embedding whose weight the output layer shares."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Tied(nn.Module):
         self.out.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens to logits."""
+        """Return the logits of tokens."""
         return self.out(self.hidden(self.embedding(x)))
 
 
@@ -120,12 +120,12 @@ def tokens(length: int = 9, n: int = 2) -> Inputs:
 
 
 def rows(*shape: int) -> Inputs:
-    """Return normal numbers."""
+    """Return a batch of normally distributed numbers."""
     return (torch.randn(shape),)
 
 
 def library_object(module: str, name: str) -> Any:
-    """Return what a library calls so."""
+    """Return an object of a module by name, importing the module."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -216,7 +216,7 @@ SPEECH = {
 def hf(
     name: str, inputs: Callable[[], Inputs] = tokens, options: Any = None, **sizes: Any
 ) -> Make:
-    """Return a maker of a model of transformers, with a configuration of its own class."""
+    """Return a maker of a small transformers model."""
 
     def make() -> ModelAndInputs:
         kind = library_object("transformers", name)

@@ -1,4 +1,4 @@
-"""``python -m book``: write the pages and let Sphinx set them. A warning is an error; ``make book`` calls it."""
+"""Build of the site, ``python -m book``: pages, then Sphinx with warnings as errors; ``make book`` calls it."""
 
 import shutil
 import sys
@@ -11,7 +11,7 @@ BUILD = pages.ROOT / "build"
 
 
 def main() -> int:
-    """Return the status: 0 if there is no warning."""
+    """Build the site; return 0 if there is no warning."""
     for name in (
         "book",
         "book.pages",

@@ -46,7 +46,7 @@ class ClaimTables:
                     self.effects.setdefault(experiment_name(effect), []).append(effect)
 
     def claims(self) -> str:
-        """Return a line per claim: verdict, effects, date of the rule, and whether rows are older than it."""
+        """Return a table with a line per claim: verdict, effects, date of the rule, and whether rows are older."""
         lines = []
         for entry in self.entries:
             date = entry.rule().partition(" ")[0]
@@ -69,7 +69,7 @@ class ClaimTables:
         )
 
     def experiments(self) -> str:
-        """Return a line per experiment: what was trained, its level, and the files of its rows."""
+        """Return a table with a line per experiment: training, level, and files of its rows."""
         lines = []
         for name, effects in self.effects.items():
             trained = effects[0].experiment.rpartition(", ")[0]
@@ -96,7 +96,7 @@ class ClaimTables:
         return len({effect.level for effect in self.effects[name]}) > 1
 
     def _measured(self, entry: Entry) -> str:
-        """Return the effects of a claim, a line each below their word; what most of them compare comes first."""
+        """Return the effects of a claim, one per line and grouped by verdict, below their most common comparison."""
         if not entry.effects:
             return "–"
         if entry.effects[0][0].scale == "exact":
@@ -182,13 +182,13 @@ def experiment_name(effect: Effect) -> str:
 
 
 def _comparison(effect: Effect) -> str:
-    """Return what an effect compares, in words that experiments of several q_max share."""
+    """Return the comparison of an effect, with "static q_max" instead of its bits."""
     q_max = effect.experiment.rpartition(" to ")[2].removesuffix(" bits")
     return re.sub(rf"\bstatic {q_max}\b(?! bits|,)", "static q_max", effect.what)
 
 
 def printed_numbers(topic: str) -> tuple[str, str]:
-    """Return the numbers that the paper prints beside ours, as a table, and a sentence with what all its lines share.
+    """Return a table of the paper's printed numbers beside ours, and a sentence with its constant columns.
 
     Args:
         topic: a key of ``reproduction.SECTIONS``.

@@ -1,4 +1,4 @@
-"""How Sphinx reads the pages: ``make book``. Nothing is executed, nothing comes from the network."""
+"""Configuration of Sphinx for ``make book``. No notebook is executed, and nothing comes from the network."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ html_show_search_summary = (
 
 
 def inline_math(self, node):
-    """Set a formula in a line as MathML, which browsers show by themselves."""
+    """Write an inline formula as MathML, which browsers render themselves."""
     self.body.append(convert(node.astext()))
     raise nodes.SkipNode
 
 
 def block_math(self, node):
-    """Set a formula on lines of its own."""
+    """Write a block formula as MathML."""
     self.body.append(
         f'<div class="math">{convert(node.astext(), display="block")}</div>'
     )
@@ -94,7 +94,7 @@ def block_math(self, node):
 
 
 def source_address(module, name):
-    """Return the page and line of the source of a name, seen from a page of the reference; None if it has none."""
+    """Return the address of a name's source line, relative to the reference pages; None if it has none."""
     try:
         value = importlib.import_module(module)
         for part in name.split("."):
@@ -116,12 +116,12 @@ def source_address(module, name):
 
 
 def linkcode_resolve(domain, info):
-    """Lead from a name of the reference to its lines in the source."""
+    """Return the link from a name of the reference to its source."""
     return source_address(info["module"], info["fullname"])
 
 
 def resolve_missing(app, env, node, content):
-    """Resolve a type by its home: a public name has a page, any other leads to its source."""
+    """Link a type that Sphinx cannot resolve: a public name to its page, any other name to its source."""
     target = node.get("reftarget", "")
     if not re.fullmatch(
         r"[\w.]+", target
@@ -146,9 +146,9 @@ def resolve_missing(app, env, node, content):
 
 
 def mark_sources(app, kind, name, obj, options, lines):
-    """Set off where a docstring names its source, and where it departs from it; what hangs below belongs to it.
+    """Mark ``Paper:`` and ``Differs:`` in bold, and link public names to their pages.
 
-    Other public names lead to their pages.
+    Indented lines below a mark belong to it.
     """
 
     def link_name(match):
@@ -171,25 +171,25 @@ def mark_sources(app, kind, name, obj, options, lines):
 
 
 def hide_unreadable_defaults(app, kind, name, obj, options, signature, returns):
-    """Leave out defaults that are no Python, such as <factory>: with one, no type of the signature is understood."""
+    """Replace defaults such as <factory>, with which Sphinx cannot parse the signature."""
     return re.sub(r"<[^<>]+>", "...", signature) if signature else signature, returns
 
 
 def protect_properties(app, kind, name, obj, options, lines):
-    """Keep Napoleon from taking the words before a colon for the type of a property: it looks at the first line."""
+    """Insert an empty first line into a property's docstring, where Napoleon looks for a type before a colon."""
     if kind == "property":
         lines.insert(0, "")
 
 
 def mark_prose(app, doctree):
-    """Mark outputs that are prose, whose lines may be broken; those with columns are not."""
+    """Mark outputs without columns as prose, so that their lines may wrap."""
     for node in doctree.findall(nodes.literal_block):
         if "output" in node["classes"] and not re.search(r"\S {2,}\S", node.astext()):
             node["classes"].append("prose")
 
 
 def box_pictures(app, doctree):
-    """Put every picture into a box of its own."""
+    """Wrap every image in a container."""
     for image in list(doctree.findall(nodes.image)):
         alone = isinstance(image.parent, nodes.paragraph) and len(image.parent) == 1
         place = image.parent if alone else image
@@ -197,7 +197,7 @@ def box_pictures(app, doctree):
 
 
 def add_alt_texts(app, doctree):
-    """Give the pictures of a notebook the words that they have in it: MyST-NB reads none of an output's metadata."""
+    """Add the alt texts of a notebook's images, which MyST-NB does not read from the outputs' metadata."""
     path = Path(app.env.doc2path(app.env.docname))
     if path.suffix != ".ipynb":
         return
@@ -220,7 +220,7 @@ def add_alt_texts(app, doctree):
 
 
 def fix_accessibility(app, page, template, context, doctree):
-    """Mend what Sphinx writes for those who listen: headings without a level, lists of terms without a term."""
+    """Correct Sphinx's HTML for screen readers: headings without a level, definition lists without terms."""
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace(
         'role="heading"', 'role="heading" aria-level="2"'
@@ -233,7 +233,7 @@ def fix_accessibility(app, page, template, context, doctree):
 
 
 def setup(app):
-    """Add the above."""
+    """Register the handlers of this module."""
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = "Attributes"  # what Sphinx calls variables

@@ -55,7 +55,7 @@ def differences(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def finding(arms: pd.DataFrame) -> str:
-    """Return in words how many schedules lie above and below static q_max, by their 95 % intervals.
+    """Return a sentence: how many schedules are above and below static q_max, by their 95 % intervals.
 
     >>> lines = [("CR", 0.4, 0.2, 0.6), ("RR", -1.0, -1.5, -0.5), ("ER", 0.1, -0.2, 0.4)]
     >>> finding(pd.DataFrame(lines, columns=["arm", "gain", "low", "high"]).assign(n=8))
@@ -73,7 +73,7 @@ def finding(arms: pd.DataFrame) -> str:
 
 
 def paper_beside_ours() -> Figure:
-    """Draw what the paper states about its figure 3 beside the committed rows of the best scale there is."""
+    """Draw the paper's statements about its figure 3 beside our committed rows."""
     runs = best_rows("figure_3")
     arms = differences(runs)
     metric = metric_named(metric_of(runs))

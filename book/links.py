@@ -1,4 +1,4 @@
-"""Look after every link of the built pages: what is inside must be there, what is outside must be an address."""
+"""Check of every link of the built pages: internal targets must exist, external ones must be addresses."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOADED = {
 
 
 class Page(HTMLParser):
-    """What a page offers and asks for.
+    """Anchors and links of a page.
 
     Attributes:
-        ids: its anchors.
-        links: (tag, attribute, address) of all that it leads to or loads.
+        ids: the anchors.
+        links: (tag, attribute, address) of every link and loaded resource.
     """
 
     def __init__(self, text: str) -> None:
@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note anchors and links."""
+        """Collect the anchors and links of a tag."""
         for key, value in attrs:
             if key == "id" or (tag == "a" and key == "name"):
                 self.ids.add(value or "")
@@ -42,7 +42,7 @@ class Page(HTMLParser):
 
 
 def problems(site: Path) -> list[str]:
-    """Return a line for every link of a folder of pages that leads nowhere, or that a page loads from the network."""
+    """Return a line for every broken link, and for every resource that a page loads from the network."""
 
     @cache
     def page(path: Path) -> Page:

@@ -1,4 +1,4 @@
-"""Run every notebook at its defaults and save it with its outputs, before a commit: ``python -m book.notebooks``."""
+"""Run of every notebook at its defaults, saved with its outputs, before a commit: ``python -m book.notebooks``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def main() -> None:
-    """Run, save, and say how long each took."""
+    """Run and save every notebook, and print its seconds."""
     for path in notebooks():
         start = time.monotonic()
         nbformat.write(clean(jupyter_kernel.execute(path, None, {})), path)

@@ -1,4 +1,4 @@
-"""What the site is made of: the pages of the repository, a page per public name, a page per file of the source.
+"""Pages of the site: documents of the repository, a page per public name, a page per source file.
 
 Sphinx reads one folder. It is written here, in the layout of the repository, so that links between pages stay as they
 are; only those to files that are no pages lead to the page that shows the file.
@@ -50,7 +50,7 @@ CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> dict[str, str | bytes]:
-    """Return every page: its path in the folder that Sphinx reads, and what stands in it."""
+    """Return the content of every page, by its path in the folder that Sphinx reads."""
     documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
     source_files = {
         path
@@ -104,7 +104,7 @@ def write(folder: Path) -> None:
 
 
 def relink(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Path]]:
-    """Return a page whose links lead to pages, and the files and folders of the repository that it links to."""
+    """Rewrite the links of a page; return it with the files and folders that it links to."""
     linked_files: set[Path] = set()
 
     def lead(match: re.Match[str]) -> str:
@@ -143,7 +143,7 @@ def relink(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Path]
 
 
 def without_prompts(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the cells of a notebook, without what asks to be answered: a page has no kernel that hears it."""
+    """Yield the cells of a notebook without prompts for answers: a page has no kernel."""
     for cell in cells:
         yield cell
         if cell["cell_type"] == "code":
@@ -159,7 +159,7 @@ def without_prompts(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def source_page(name: str, text: str) -> str:
-    """Return the page of a file: its lines, each with an anchor, ``#L-12``. Search leaves it out."""
+    """Return the page of a source file, with an anchor per line (``#L-12``); the search omits it."""
     try:
         lexer = get_lexer_for_filename(name)
     except ClassNotFound:
@@ -173,7 +173,7 @@ def source_page(name: str, text: str) -> str:
 
 
 def folder_page(folder: Path, folders: set[Path]) -> str:
-    """Return the page of a folder: what it is for, and the list of its pages."""
+    """Return the page of a folder: its purpose, and the list of its pages."""
     init_file = folder / "__init__.py"
     description = (
         rst(ast.get_docstring(ast.parse(init_file.read_text(encoding="utf-8"))) or "")
@@ -205,7 +205,7 @@ def toctree(entries: list[str]) -> str:
 
 
 def rst(text: str) -> str:
-    """Return a page's part that is written as docstrings are."""
+    """Return a block of reStructuredText for a Markdown page."""
     return f"```{{eval-rst}}\n{text}\n```\n"
 
 
@@ -213,7 +213,7 @@ def rst(text: str) -> str:
 
 
 def api_index() -> str:
-    """Return the list of the public names by the room where they live, each with the first sentence that it says."""
+    """Return the page of all public names by package, each with its first sentence."""
     parts = [
         "# Public names\n\nEvery name of `import cpt_core as cpt`; `search.allocate` is `cpt.search.allocate`. "
         "Names are resolved on first use.\n"
@@ -239,7 +239,7 @@ def first_line(name: str) -> str:
 
 
 def public_docstring(name: str) -> str:
-    """Return what is written of a public name: its docstring, or the comment above a table of names."""
+    """Return the docstring of a public name, or the comment above a table of names."""
     value = attrgetter(name)(cpt_core)
     if not isinstance(value, Mapping):
         return inspect.getdoc(value) or ""
@@ -256,7 +256,7 @@ def public_docstring(name: str) -> str:
 
 
 def kind(value: Mapping[str, Any]) -> str:
-    """Return what a table of names holds, in a word."""
+    """Return the type of the values of a table of names."""
     value_type = next(iter(value.values()))
     return (
         f"classes of {value_type.__mro__[1].__name__}"
@@ -266,7 +266,7 @@ def kind(value: Mapping[str, Any]) -> str:
 
 
 def name_page(name: str) -> str:
-    """Return the page of a public name: what autodoc makes of it, or the entries of a table of names."""
+    """Return the page of a public name: an autodoc directive, or the entries of a table of names."""
     value = attrgetter(name)(cpt_core)
     if isinstance(value, Mapping):
         rows = [
@@ -284,7 +284,7 @@ def name_page(name: str) -> str:
 
 
 def entry(name: str, value: Any) -> str:
-    """Return a value of a table in words: its fields, without functions and what is left at its default."""
+    """Return a table's value as text: its fields, without functions and default values."""
     if not dataclasses.is_dataclass(value) or inspect.isclass(value):
         return f"``{value.__name__ if inspect.isclass(value) else value!r}``"
     usual = {f.name: f.default for f in dataclasses.fields(value)}
@@ -297,5 +297,5 @@ def entry(name: str, value: Any) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Return a value's text with none of it taken for markup."""
+    """Return the text of a value with markup escaped."""
     return re.sub(r"([*_`|])", r"\\\1", str(value))

@@ -1,4 +1,4 @@
-"""The page of parameters, ``docs/parameters.md``, from the notebooks: ``python -m book.parameters`` writes it.
+"""Generator of ``docs/parameters.md``, the page of the notebooks' parameters: ``python -m book.parameters``.
 
 Every notebook declares its parameters in the cell that papermill reads, one a line: ``q_max: list = [8]  # a comment``.
 The page has a table per notebook with name, type, default and comment.
@@ -46,7 +46,7 @@ class Parameter(NamedTuple):
 
 
 def declared_parameters(source: str) -> list[Parameter]:
-    """Return the parameters that a cell declares, in their order.
+    """Return the parameters that a cell declares, in order.
 
     Args:
         source: assignments of literals, with or without a type, each with a comment behind it or without.
@@ -94,7 +94,7 @@ def notebook_parameters(path: Path) -> tuple[str, list[Parameter]]:
 
 
 def page(paths: list[Path]) -> str:
-    """Return the page in Markdown: a table per notebook with more parameters than the scale, then the others."""
+    """Return the page in Markdown: a table per notebook, then the notebooks whose only parameter is the scale."""
     parts, scale_only = [HEAD], []
     for path in paths:
         title, parameters = notebook_parameters(path)

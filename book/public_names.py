@@ -1,4 +1,4 @@
-"""All public names of the package, for the pages and for tests."""
+"""Public names of the package, for the pages and for tests."""
 
 from importlib import import_module
 
@@ -6,7 +6,7 @@ from cpt_core.lazy_imports import defining_modules, is_top_level
 
 
 def reference(package: str) -> dict[str, str]:
-    """Return the public names of a package and of its subpackages, such as ``search.allocate``, and their modules."""
+    """Return the defining module of every public name of a package, such as ``search.allocate``."""
     module_by_name: dict[str, str] = {}
     for name, module in defining_modules(package).items():
         if is_top_level(module):

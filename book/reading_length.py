@@ -1,4 +1,4 @@
-"""``python -m book.reading_length``: how much there is to read in every notebook; ``make book`` prints it.
+"""Reading length of every notebook: ``python -m book.reading_length``; ``make book`` prints it.
 
 A sentence is long from 36 words on. A colon joins two sentences where a small letter follows it in running text. A line
 of code is plumbing when it imports, or names what the notebook took from ``cpt_lab`` or ``cpt_lessons``. The cell that
@@ -24,7 +24,15 @@ NON_PROSE = re.compile(
 
 
 class Count(NamedTuple):
-    """What one notebook has: words of its text, sentences too long, colons for "and", lines of code, their plumbing."""
+    """Counts of one notebook.
+
+    Attributes:
+        words: words of text.
+        long: sentences of more than ``MAX_WORDS`` words.
+        colons: colons that join two sentences.
+        lines: lines of code.
+        plumbing: lines of code that import or use ``cpt_lab`` or ``cpt_lessons``.
+    """
 
     words: int
     long: int
@@ -34,12 +42,12 @@ class Count(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part of the code that is plumbing."""
+        """Share of the lines of code that are plumbing."""
         return self.plumbing / self.lines if self.lines else 0.0
 
 
 def count(notebook: dict[str, Any]) -> Count:
-    """Count a notebook, as JSON has it."""
+    """Count a notebook, given as parsed JSON."""
     cells = [
         (c["cell_type"], "".join(c["source"]))
         for c in notebook["cells"]
@@ -62,7 +70,7 @@ def count(notebook: dict[str, Any]) -> Count:
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of running text; a formula or a piece of code in one is a word."""
+    """Return the sentences of running text; a formula or piece of code counts as a word."""
     plain = NON_PROSE.sub("\n\n", FORMULAS.sub("X", text))
     return [
         s
@@ -73,7 +81,7 @@ def sentences(text: str) -> list[str]:
 
 
 def code_lines(code: str) -> tuple[set[int], set[int]]:
-    """Return the numbers of the lines that are neither empty nor a comment, and of those that are plumbing."""
+    """Return the numbers of the code lines, and of the plumbing lines among them."""
     lines = {
         n
         for n, line in enumerate(code.splitlines(), 1)

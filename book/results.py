@@ -157,7 +157,7 @@ def topic_of(place: str) -> str:
 
 
 def _needed_table(entries: Iterable[claims.Entry]) -> pd.DataFrame:
-    """Return the runs that claims without any effect need, and how many claims they would settle."""
+    """Return the runs that undecided claims need, and how many claims each would settle."""
     grids = Counter(
         grid
         for entry in entries
@@ -198,7 +198,7 @@ def _stored_text(names: Iterable[str], stored: set[str]) -> str:
 
 
 def _rows_text(name: str) -> str:
-    """Return what a file of rows holds, by model, such as "mlp6: 85 runs, 17 arms, 5 seeds"."""
+    """Return the contents of a file of rows by model, such as "mlp6: 85 runs, 17 arms, 5 seeds"."""
     texts = []
     for model, part in load(results_dir() / f"{name}.jsonl", every_rate=True).groupby(
         "model", sort=False
@@ -214,10 +214,10 @@ def _rows_text(name: str) -> str:
 
 
 def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what every schedule gains on static precision of its cost, by task: mean and 95 % interval over seeds.
+    """Return the gain of every schedule over static precision of equal cost, by task: mean and 95 % interval.
 
-    Static precision of a cost lies on the line between the two next to it, by seed. Bold stands after Holm's correction
-    over all of them, by two-sided t tests at .05.
+    Static precision is interpolated between the two nearest costs, seed by seed. Bold gains are significant after
+    Holm's correction over all gains, by two-sided t tests at .05.
     """
     gains: dict[tuple[str, str], Estimate] = {}
     for dataset, rows in runs[runs["q_max"] == 8].groupby("dataset", sort=False):
@@ -256,7 +256,7 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
-    """Return questions with outcomes, effects, and the outcomes where both sides are evaluated alike."""
+    """Return the questions with outcomes, effects, and outcomes if both sides are evaluated at equal bits."""
     lines = []
     for answer in answers:
         outcome = answer.word.partition("; depends on the rule")[0]
@@ -276,7 +276,7 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
 
 
 def _outcome_alike(rule_outcome: str, outcome: str) -> str:
-    """Return an outcome where both sides are evaluated alike: "the same" as the registered one, or how it differs."""
+    """Return an outcome at equal evaluation bits; "the same" if it equals the registered one."""
     verdict, separator, p = rule_outcome.partition("; p ")
     if verdict == re.sub(r" \([^()]*\)", "", outcome):
         verdict = "the same"
@@ -285,7 +285,7 @@ def _outcome_alike(rule_outcome: str, outcome: str) -> str:
 
 
 def _primary_text(answer: Answer) -> str:
-    """Return the primary effects of a question; of many, how far the 95 % intervals reach."""
+    """Return the primary effects of a question; for many, the highest ends of their 95 % intervals."""
     if answer.question == "H5":
         return "see below"
     if len(answer.primary) <= MAX_SHOWN_EFFECTS:
@@ -305,7 +305,7 @@ def _primary_text(answer: Answer) -> str:
 
 
 def _h5_gains(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the gains of H5 on static precision, a line per arm and a column per task."""
+    """Return the gains of H5 over static precision, a line per arm and a column per task."""
     gains = h5.effects(h5.cases(runs))
     cells: dict[str, dict[str, str]] = {}
     for gain in gains.itertuples():
@@ -337,7 +337,7 @@ class TaskOfGrid(NamedTuple):
 
 
 def _levels_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
-    """Return the level and the number of seeds of the tasks of every preregistered grid, and how long they train."""
+    """Return level, seeds and training length of the tasks of every preregistered grid."""
     questions: dict[tuple[str, str, int], dict[str, None]] = {}
     for part in tasks:
         question = part.grid.split("/")[0].upper()
@@ -350,7 +350,7 @@ def _levels_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
 
 
 def _tasks_by_grid(runs: pd.DataFrame) -> Iterable[TaskOfGrid]:
-    """Yield the tasks of every preregistered grid whose runs are stored."""
+    """Yield the tasks of the preregistered grids that have stored runs."""
     for grid in _fresh_seeds():
         if "-rates/" in grid:
             continue
@@ -369,7 +369,7 @@ def _tasks_by_grid(runs: pd.DataFrame) -> Iterable[TaskOfGrid]:
 
 
 def _training_text(specs: Sequence[RunSpec]) -> str:
-    """Return how long the runs of a grid train: of several lengths, the shortest and the longest."""
+    """Return the training length of the runs of a grid, or the shortest and the longest."""
     recipes = sorted({spec.recipe for spec in specs}, key=lambda r: r.steps)
     if recipes[0].steps == recipes[-1].steps:
         return levels.training_text(recipes[0])
@@ -380,7 +380,7 @@ def _training_text(specs: Sequence[RunSpec]) -> str:
 
 
 def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
-    """Return the effects that ``bench.fresh_seeds`` stored, by grid; none of a grid that was not run again."""
+    """Return the effects that ``bench.fresh_seeds`` stored, by grid; empty for grids that were not run again."""
     effects_by_grid = json.loads(
         (results_dir() / "fresh_seeds.json").read_text(encoding="utf-8")
     )["grids"]
@@ -392,7 +392,7 @@ def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
 
 
 def _repeated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
-    """Return the effects with fresh seeds, beside those of the committed rows."""
+    """Return pairs of committed effects and their replications with fresh seeds."""
     committed_effects = {
         effect.what: effect for answer in answers for effect in answer.primary
     }
@@ -410,7 +410,7 @@ def _repeated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
 
 
 def _levels_of_repeated(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
-    """Return the level of the grid of every effect with fresh seeds, by what the effect compares."""
+    """Return the level of every replicated effect, by its comparison."""
     by_grid: dict[str, list[str]] = {}
     for part in tasks:
         by_grid.setdefault(part.grid, []).append(part.level)
@@ -426,7 +426,7 @@ def _levels_of_repeated(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    """Wrap text at 118 columns, its further lines indented."""
+    """Wrap text at 118 columns, and indent its continuation lines."""
     protected = text.replace(
         " %", "\0%"
     )  # a line that begins with % is a comment of MyST

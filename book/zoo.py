@@ -1,4 +1,4 @@
-"""The page of the site about models of other libraries, made from what ``python -m bench.zoo`` has stored."""
+"""Page of the site about models of other libraries, from the results of ``python -m bench.zoo``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ NEGLIGIBLE_SHARE = 0.01  # of the products of a model: what is named and less th
 
 
 def read_results() -> dict[str, Any]:
-    """Return what is stored."""
+    """Return the stored results of ``bench.zoo``."""
     return json.loads((results_dir() / FILE).read_text(encoding="utf-8"))
 
 
 def is_whole(row: dict[str, Any]) -> bool:
-    """Whether every product runs quantised, but for less than 1 % that ``check`` names."""
+    """Return whether all matmuls of a model are quantised, except for less than 1 % that ``check`` names."""
     return (
         row["outcome"] in ("whole", "in part") and 1 - row["share"] < NEGLIGIBLE_SHARE
     )
 
 
 def title(models: list[dict[str, Any]]) -> str:
-    """Return the finding."""
+    """Return the title of the page: how many models train fully quantised."""
     return f"{sum(map(is_whole, models))} of {len(models)} models of other libraries train with every product quantised"
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the page in Markdown."""
     results = read_results()
     models = results["models"]
     versions = dict.fromkeys(
@@ -67,7 +67,7 @@ def page() -> str:
 
 
 def proofs() -> list[str]:
-    """Return the section about torch's databases and about invariances."""
+    """Return the sections about torch's databases and about invariances."""
     results = json.loads((results_dir() / PROOFS).read_text(encoding="utf-8"))
     invariances = results["invariances"]
     bits = " and ".join(map(str, invariances["bits"]))

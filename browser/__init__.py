@@ -1,1 +1,1 @@
-"""What a reader meets in a browser: the notebooks in JupyterLab, the report, the site. ``make browser`` runs it."""
+"""Browser tests of the notebooks in JupyterLab, the report and the site; ``make browser`` runs them."""

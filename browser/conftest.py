@@ -1,4 +1,4 @@
-"""A browser, the folder of screenshots, the server of JupyterLab, the pages to look at."""
+"""Fixtures of the browser tests: browser, folder of screenshots, JupyterLab server, pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Playwright's own Chromium, else the one of this machine."""
+    """Start Playwright's own Chromium, or the installed one."""
     with sync_playwright() as playwright:
         bundled = Path(playwright.chromium.executable_path)
         installed = next(filter(None, map(shutil.which, NAMES)), None)
@@ -48,7 +48,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def shots() -> Path:
-    """Where screenshots are kept."""
+    """Return the folder of screenshots."""
     folder = ROOT / "build" / "browser"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -56,14 +56,14 @@ def shots() -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """JupyterLab on a copy of the notebooks, with settings of its own."""
+    """Start JupyterLab on a copy of the notebooks, with separate settings."""
     with Server(tmp_path_factory.mktemp("lab"), ROOT) as running_server:
         yield running_server
 
 
 @pytest.fixture(scope="session")
 def site() -> Path:
-    """What ``make book`` made."""
+    """Return the folder of the site that ``make book`` built."""
     folder = ROOT / "build" / "book"
     if not (folder / "explorer.html").exists():
         pytest.exit(f"{folder} is not whole: make book", 1)
@@ -72,7 +72,7 @@ def site() -> Path:
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the committed rows."""
+    """Write the report of the committed rows, and return its path."""
     page = tmp_path_factory.mktemp("report") / "report.html"
     rows = sorted((ROOT / "data" / "results").glob("*.jsonl"))
     subprocess.run(
@@ -85,7 +85,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of ``make reproduce`` after notebook 03 ran at demo scale: two schedules and static 8, three seeds."""
+    """Return the page of ``make reproduce`` after notebook 03 ran at demo scale.
+
+    The runs have two schedules and static 8, on three seeds.
+    """
     runs = tmp_path_factory.mktemp("runs")
     parameters = ["schedules=[CR, RR]", "static_bits=[8]", "seeds=[0, 1, 2]"]
     command = [

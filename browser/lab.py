@@ -1,4 +1,4 @@
-"""JupyterLab: its server on a copy of the notebooks, and a notebook in it as a reader handles it."""
+"""JupyterLab for the browser tests: a server on a copy of the notebooks, and an open notebook."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Server:
             self.process.kill()
 
     def ask(self, path: str, method: str = "GET") -> Any:
-        """Return the answer of Jupyter's own interface."""
+        """Return the answer of Jupyter's REST API."""
         headers = {"Authorization": f"token {self.token}"}
         request = urllib.request.Request(
             f"{self.address}/{path}", None, headers, method=method
@@ -148,7 +148,7 @@ class Server:
             return json.loads(answer.read() or "null")
 
     def stop_kernels(self) -> None:
-        """End every kernel, so that the next notebook has the machine for itself."""
+        """Stop every kernel, so that the next notebook has the machine to itself."""
         for session in self.ask("api/sessions"):
             self.ask(f"api/sessions/{session['id']}", "DELETE")
 
@@ -181,18 +181,18 @@ class Notebook:
         return self.page.locator(".jp-Notebook .jp-Cell").nth(i)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what the page shows of every cell: prompt, kinds and text of outputs, whether pictures are there."""
+        """Return the state of every cell on the page: prompt, kinds and text of outputs, whether images are loaded."""
         return self.page.evaluate(STATE)
 
     def containing(self, pattern: str) -> dict[str, int]:
-        """Return the places of the code cells in which a pattern is found, by its first group."""
+        """Return the indices of the code cells that match a pattern, by the pattern's first group."""
         code = [
             (i, c.source) for i, c in enumerate(self.cells) if c.cell_type == "code"
         ]
         return {group: i for i, source in code for group in re.findall(pattern, source)}
 
     def run_all(self) -> None:
-        """Choose Run All Cells in the menu, and wait until no cell waits: all are done, or one failed."""
+        """Choose Run All Cells in the menu, and wait until no cell is pending."""
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         self.page.locator(
@@ -205,7 +205,7 @@ class Notebook:
         ).wait_for()
 
     def run(self, i: int, source: str | None = None) -> str:
-        """Run a cell by Ctrl-Enter, after another text was put into its editor if one is given; return what it says."""
+        """Replace the source of a cell if one is given, run it by Ctrl-Enter, and return its output."""
         counts = [
             int(n) for cell in self.state() for n in re.findall(r"\d+", cell["prompt"])
         ]
@@ -222,7 +222,7 @@ class Notebook:
         return self.state()[i]["text"]
 
     def saved(self) -> Any:
-        """Save it by Ctrl-S and return what the file holds."""
+        """Save the notebook by Ctrl-S, and return the saved file."""
         before = self.path.read_bytes()
         self.page.locator(".jp-Notebook").press("Escape")
         self.page.keyboard.press("Control+s")
@@ -236,7 +236,7 @@ class Notebook:
         raise TimeoutError(f"{self.path.name} was not saved")
 
     def picture(self, path: Path) -> None:
-        """Keep a screenshot of all of it."""
+        """Save a screenshot of the whole notebook."""
         size = self.page.viewport_size
         height = self.page.evaluate(
             "document.querySelector('.jp-WindowedPanel-outer').scrollHeight"

@@ -1,4 +1,4 @@
-"""What every page must keep: silence on the console, nothing of the network, room for its words, and axe's rules."""
+"""Checks of every page: no console errors, no network requests, no violations of axe's accessibility rules."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ BAD = ("serious", "critical")
 
 
 class PageLog:
-    """What pages say that they should not: errors on the console, requests that fail or leave the machine.
+    """Log of a page's console errors, and of its requests that fail or leave the machine.
 
     Args:
-        allowed: beginnings of what may be said.
-        offline: whether even a request to this machine is one too many.
+        allowed: prefixes of messages that are not logged.
+        offline: whether requests to this machine are logged, too.
 
     Attributes:
-        messages: a line each.
+        messages: one line per problem.
     """
 
     def __init__(self, allowed: Iterable[str] = (), offline: bool = False) -> None:
         self.allowed, self.offline, self.messages = tuple(allowed), offline, list[str]()
 
     def listen(self, page: Page) -> None:
-        """Hear a page from now on."""
+        """Log the problems of a page from now on."""
         page.on(
             "console",
             lambda m: self.note(f"console: {m.text}") if m.type == "error" else None,
@@ -44,7 +44,7 @@ class PageLog:
         page.on("request", self.note_request)
 
     def note_request(self, request: Request) -> None:
-        """Note what leaves the machine."""
+        """Log a request that leaves the machine."""
         local = request.url.startswith(("data:", "blob:", "file:"))
         if not local and (
             self.offline
@@ -53,7 +53,7 @@ class PageLog:
             self.note(f"request: {request.url}")
 
     def note(self, line: str) -> None:
-        """Keep a line, if it is not known."""
+        """Log a line unless it is allowed."""
         if not line.startswith(self.allowed):
             self.messages.append(line)
 

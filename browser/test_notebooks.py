@@ -1,4 +1,4 @@
-"""Every notebook, run top to bottom in JupyterLab at smoke scale, and answered as a reader answers."""
+"""Tests that run every notebook in JupyterLab at smoke scale, and answer its questions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ ITS_OWN: tuple[str, ...] = ()
 
 @pytest.fixture(params=notebooks(), ids=lambda path: path.stem)
 def name(request: pytest.FixtureRequest) -> str:
-    """The file of a notebook."""
+    """Return the file name of a notebook."""
     return request.param.name
 
 
 @pytest.fixture
 def heard() -> PageLog:
-    """What the page says to the console, and asks of the network."""
+    """Return the log of console errors and requests."""
     return PageLog(ITS_OWN)
 
 
@@ -48,7 +48,7 @@ def heard() -> PageLog:
 def book(
     name: str, browser: Browser, server: Server, heard: PageLog, shots: Path
 ) -> Iterator[Notebook]:
-    """The notebook, open."""
+    """Open the notebook in a new browser page."""
     context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
     page = context.new_page()
     heard.listen(page)
@@ -59,7 +59,7 @@ def book(
 
 
 def test_notebook(book: Notebook, heard: PageLog, shots: Path) -> None:
-    """One test, for what comes later needs what ran before; every part says what it found."""
+    """Run all cells, then check outputs, predictions, exercises and accessibility, which build on each other."""
     stem, page = book.path.stem, book.page
     book.run_all()
     book.picture(shots / f"lab-{stem}.png")
@@ -101,7 +101,7 @@ def test_notebook(book: Notebook, heard: PageLog, shots: Path) -> None:
 
 
 def predictions(book: Notebook) -> None:
-    """A question is answered for those who have chosen, and for nobody else."""
+    """Check that a question reveals its answer only after a choice."""
     question_cells = book.containing(r'exercises\.predict\(\s*"([^"]+)"')
     answer_cells = book.containing(r'exercises\.reveal\(\s*"([^"]+)"')
     assert question_cells or book.path.stem[:2] in NO_PREDICTION
@@ -122,7 +122,7 @@ def predictions(book: Notebook) -> None:
 
 
 def exercise(book: Notebook) -> None:
-    """The solutions are correct where they are typed in, and nonsense is not."""
+    """Check that the solutions pass the exercise checks, and nonsense does not."""
     checks = book.containing(r'exercises\.check\("([^"]+)"')
     if book.path.stem[:2] == "14":
         assert not checks  # it tells what came out of earlier questions

@@ -1,4 +1,4 @@
-"""Report, page of ``make reproduce`` and site, as files, on a screen, magnified, in the dark and on a phone."""
+"""Tests of the report, the page of ``make reproduce`` and the site, on a screen, magnified, dark and on a phone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CUT = """() => [...document.querySelectorAll(".content img")]
 
 @pytest.fixture
 def heard() -> Iterator[PageLog]:
-    """What the page says; nothing may be said, and nothing asked of the network."""
+    """Yield a log, and check that no page logged an error or a request."""
     said = PageLog(offline=True)
     yield said
     assert said.messages == []
@@ -80,7 +80,7 @@ def heard() -> Iterator[PageLog]:
 def visit(
     browser: Browser, heard: PageLog, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[str, str], Page]]:
-    """Open a page in a view."""
+    """Return a function that opens a page in a view."""
     contexts = []
 
     def open_(name: str, view: str) -> Page:

@@ -1,8 +1,8 @@
-"""Several processes train one model: ``torchrun --nproc-per-node 2 examples/processes.py``, on CPUs here.
+"""Data-parallel training on CPUs: ``torchrun --nproc-per-node 2 examples/processes.py``.
 
-``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``synced_ranges`` all round on ranges
-of the whole batch; each has rounding noise of its own. One of them evaluates, saves and counts.
-It needs the extra `lab`.
+``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``synced_ranges`` all processes use the
+ranges of the whole batch; each has its own rounding noise. The first process evaluates, saves and counts BitOps. It
+needs the extra `lab`.
 """
 
 import torch
@@ -16,7 +16,7 @@ STEPS, BATCH_PER_PROCESS = 200, 50  # steps, pictures of a step in every process
 
 
 def main():
-    """Train a small network on digits; return the accuracy that the first process finds."""
+    """Train a small network on digits; the first process prints its accuracy."""
     dist.init_process_group("gloo")  # "nccl" on GPUs
     rank, processes = dist.get_rank(), dist.get_world_size()
     x, y = (torch.tensor(a) for a in load_digits(return_X_y=True))

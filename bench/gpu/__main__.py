@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in parts of less than ten minutes: is it right, how fast is it, and the first runs.
+"""Checks, timings and first runs on a GPU, in parts of less than ten minutes each.
 
     python -m bench.gpu checks      the tests that need CUDA; quantisers, layers and tasks against the CPU
     python -m bench.gpu speed       a training step: float32, quantised, captured, one operation at a time
@@ -6,9 +6,9 @@
     python -m bench.gpu packing     1 to 16 processes that share the GPU
     python -m bench.gpu evidence    runs of the Penn Treebank figure, into the ordinary store
 
-Every part is a list of stages. What a stage found is a line of ``runs/gpu/PART.jsonl`` as soon as it ends, a failure
+Every part is a list of stages. The result of a stage is a line of ``runs/gpu/PART.jsonl`` as soon as it ends, a failure
 too, and the same command goes on with the stages that are left; a summary, ``PART.json``, is written at the end of
-every call. ``--dry`` is the rehearsal: all of it on the CPU, small.
+every call. ``--dry`` is the rehearsal: everything runs on the CPU, at small sizes.
 
 Exit status: 0 when every stage is done or was left out for a stated reason, 1 when some failed, 3 when some are left.
 """
@@ -41,21 +41,22 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument(
-        "--dry", action="store_true", help="a rehearsal on the CPU, small"
+        "--dry", action="store_true", help="rehearse on the CPU with small sizes"
     )
     parser.add_argument(
-        "--seconds", type=float, default=500.0, help="no stage is started after so many"
+        "--seconds",
+        type=float,
+        default=500.0,
+        help="seconds after which no further stage starts",
     )
     parser.add_argument(
         "--only",
         default="",
-        help="stages with one of these in their name, separated by commas",
+        help="run only stages whose name contains one of these words, separated by commas",
     )
+    parser.add_argument("--again", action="store_true", help="retry stages that failed")
     parser.add_argument(
-        "--again", action="store_true", help="try stages again that failed"
-    )
-    parser.add_argument(
-        "--workers", type=int, help="runs at a time of the part evidence"
+        "--workers", type=int, help="runs at a time in the part evidence"
     )
     arguments = parser.parse_args(words)
     device = "cpu" if arguments.dry else "cuda"

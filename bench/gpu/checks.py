@@ -1,4 +1,4 @@
-"""What must be the same on a GPU and on the CPU: quantisers bit for bit, layers and losses but for the last digits."""
+"""Comparison of a GPU with the CPU: quantisers bit for bit, layers and losses up to the last digits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS, STOP = 8, 3
 
 
 def versions(device: str) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Return driver, memory and kernels, on which the numbers depend."""
     details: dict[str, Any] = {
         "tf32": [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
     }
@@ -57,7 +57,10 @@ def versions(device: str) -> dict[str, Any]:
 
 
 def quantisers(device: str) -> dict[str, Any]:
-    """Numbers that differ, by granularity and bits; a mean over samples may differ in its last digit."""
+    """Count the numbers that a device rounds differently, by granularity and bits.
+
+    A mean over samples may differ in its last digit.
+    """
     x = torch.randn(64, 32, 16, 16, generator=torch.Generator().manual_seed(0))
     differences: dict[str, Any] = {}
     for name in RANGE_FUNCTIONS:
@@ -123,12 +126,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def layer(name: str, device: str, on_codes: bool = False) -> dict[str, Any]:
-    """Largest difference of output and gradients, relative to the largest number, at 8 bits, rounded to nearest.
+    """Return the largest differences of output and gradients at 8 bits, relative to the largest number.
 
-    On codes, with shared steps, so that all products that can be are computed on them on both devices.
+    Rounding is to nearest. With ``on_codes`` and shared steps, all matmuls that support int8 run in it on both devices.
 
-    A number near the middle between two levels may fall to the other side when a sum is added up in another order:
-    one level is 1/255 of a range.
+    A number near the middle between two grid points may round to the other one if a sum is added up in another order:
+    one step is 1/255 of a range.
     """
     make, shape = LAYERS[name]
     torch.manual_seed(0)
@@ -183,9 +186,10 @@ TASKS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 
 
 def task(name: str, device: str) -> dict[str, Any]:
-    """Train, stop and resume: the losses of the resumed run must be those of the whole one, as near as two runs are.
+    """Train, stop and resume a run; return how far its losses are from an uninterrupted run and from the CPU.
 
-    And the first loss that of the CPU, at 16 bits: at few bits a last digit that differs may move a loss by a third.
+    A resumed run may differ by as much as two runs do. The first loss is compared with the CPU at 16 bits: at few bits
+    a difference in the last digit may move a loss by a third.
     """
     dataset, model, changes = TASKS[name]
     base = replace(
@@ -243,7 +247,7 @@ def task(name: str, device: str) -> dict[str, Any]:
 
 
 def _first_loss(base: Recipe, device: str) -> float:
-    """Return the loss of a first batch at 16 bits, without what every device draws for itself: dropout, neighbours."""
+    """Return the loss of a first batch at 16 bits, without dropout and neighbour sampling, which differ by device."""
     without_randomness = {
         name: value
         for name, value in {"dropout": 0.0, "fanout": 10_000}.items()

@@ -1,8 +1,8 @@
-"""The models of ``bench.gpu``, on random data in the sizes of the paper, and the ways to run a training step of them.
+"""Models of ``bench.gpu``, on random data in the paper's sizes, and the variants of their training step.
 
-Two kinds are baselines of the fused kernels. "plain torch captured" runs the quantisers of the library in its plain
-backend instead of Triton, captured as a CUDA graph, so that it pays for no launches either. "per operation" has the
-formulas written as one torch operation after the other, with fresh noise for every gradient, and is not captured.
+Two variants are baselines of the fused kernels. "plain torch captured" runs the quantisers of the library in its plain
+backend instead of Triton, captured as a CUDA graph, so that kernel launches cost it nothing either. "per operation" has
+the formulas written as one torch operation after the other, with fresh noise for every gradient, and is not captured.
 """
 
 from __future__ import annotations
@@ -77,7 +77,11 @@ MODELS: dict[str, tuple[Callable[[], Recipe], Callable[[], Recipe]]] = {
 
 
 def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
-    """Return a model's session, its steps of one kind; LeftOutError where there is no such kind."""
+    """Return the session of a model for one variant of its step.
+
+    Raises:
+        LeftOutError: if the model has no such variant.
+    """
     execution = "integer" if "integer" in kind else "simulated"
     r = replace(
         MODELS[name][dry](),
@@ -103,13 +107,13 @@ def is_quantised(kind: str) -> bool:
 
 
 def backend_context(kind: str) -> AbstractContextManager[None]:
-    """Return the context in which steps of this kind run: the plain backend for "plain torch", else the active one."""
+    """Return a context with the plain backend for "plain torch", and with the active backend otherwise."""
     return reference() if kind.startswith("plain torch") else nullcontext()
 
 
 @contextmanager
 def environment(**values: str) -> Any:
-    """Set variables of the environment inside the block."""
+    """Set environment variables inside the block."""
     former = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -127,7 +131,7 @@ BITS, Q_GRAD = 5, 8
 def round_plainly(
     x: Tensor, dims: tuple[int, ...], bits: int, noise: bool = False
 ) -> Tensor:
-    """Round to 2**bits levels between the extremes over ``dims``."""
+    """Round to 2**bits values between minimum and maximum over ``dims``."""
     n = 2.0**bits - 1
     low = x.amin(dims, keepdim=True)
     high = x.amax(dims, keepdim=True)
@@ -168,7 +172,7 @@ def _operand(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _tracked(module: nn.Module, x: Tensor) -> Tensor:
-    """The input of a layer that keeps a running range, which takes two more reductions of it."""
+    """Quantise the input of a layer, and update the layer's running range."""
     low = x.detach().min()
     module.running_low = 0.9 * module.running_low + 0.1 * low
     module.running_width = 0.9 * module.running_width + 0.1 * (x.detach().max() - low)
@@ -190,7 +194,7 @@ class PlainConv2d(nn.Conv2d):
 
 
 class PlainLinear(nn.Linear):
-    """A quantised linear layer; one range of the gradient per position."""
+    """A quantised linear layer with one gradient range per position."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.linear(
@@ -200,7 +204,7 @@ class PlainLinear(nn.Linear):
 
 
 class PlainLSTM(nn.LSTM):
-    """A quantised LSTM of one layer, a time step after the other."""
+    """A quantised LSTM of one layer, computed step by step."""
 
     def forward(self, x: Tensor, state: Any = None) -> Any:
         h, c = (
@@ -226,7 +230,7 @@ class PlainLSTM(nn.LSTM):
 
 
 class PlainGraphConv(GraphConv):
-    """A quantised graph convolution that sums in float32; the degrees of both sides as in the fused layer."""
+    """A quantised graph convolution that sums in float32, normalised by the degrees of both ends."""
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
         out, into = (
@@ -253,7 +257,10 @@ PLAIN = {
 
 
 def take_apart(model: nn.Module) -> int:
-    """Give the layers of a float32 model the plain quantisers, in place; return how many. Decoders stay as they are."""
+    """Give the layers of a float32 model the plain quantisers, in place; return the number of layers.
+
+    Decoders stay as they are.
+    """
     count = 0
     for module in model.modules():
         if type(module) in PLAIN:

@@ -1,4 +1,4 @@
-"""The parts of ``bench.gpu``: for each the stages, by name, in the order in which they are worth most."""
+"""Parts of ``bench.gpu``: the stages of each, by name, the most valuable first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WARM_UP = 5  # the captured kind records its step after three
 
 
 def check_stages(options: Options) -> dict[str, Stage]:
-    """The tests that need CUDA, and what must be the same on both devices."""
+    """Return the stages of the part "checks": tests that need CUDA, and comparisons with the CPU."""
     return {
         "versions": partial(checks.versions, options.device),
         "tests": partial(_tests, options),
@@ -54,7 +54,7 @@ def check_stages(options: Options) -> dict[str, Stage]:
 
 
 def _tests(options: Options) -> dict[str, Any]:
-    """Run the tests that are marked ``gpu``; of a rehearsal one that is not."""
+    """Run the tests marked ``gpu``; in a rehearsal one other test."""
     assert CHECKOUT is not None
     selection = ["-m", "gpu", "tests"]
     if options.dry:
@@ -130,7 +130,7 @@ def _tests(options: Options) -> dict[str, Any]:
 
 
 def step_stages(options: Options) -> dict[str, Stage]:
-    """Every model in every kind, the kinds of a model one after the other."""
+    """Return a stage for every model and variant of its step, ordered by model."""
     kinds = [kind for kind in KINDS if not (options.dry and "TF32" in kind)]
     make = speed if options.part == "speed" else memory
     return {
@@ -157,7 +157,10 @@ def _step(
 
 
 def speed(name: str, kind: str, options: Options) -> dict[str, Any]:
-    """Milliseconds of a step: back to back, alone on the device, and of the host that starts it; and the ratio."""
+    """Measure the milliseconds of a step, and their ratio to float32.
+
+    Three times: of steps back to back, of a step on the device, and of the host that starts it.
+    """
     session, step = _step(name, kind, options)
     for _ in range(WARM_UP):
         loss = step()
@@ -172,7 +175,7 @@ def speed(name: str, kind: str, options: Options) -> dict[str, Any]:
 
 
 def _find_fault(session: Session, kind: str, loss: torch.Tensor) -> str:
-    """What makes a measurement worthless, or ""."""
+    """Return why a measurement is worthless; "" if it is valid."""
     if not bool(loss.isfinite()):
         return f"the loss is {float(loss)}"
     return (
@@ -185,7 +188,7 @@ def _find_fault(session: Session, kind: str, loss: torch.Tensor) -> str:
 def measure_step(
     step: Callable[[], Any], repeats: int, device: str
 ) -> dict[str, float]:
-    """Medians of single steps, and the mean of steps back to back."""
+    """Return medians of single steps, and the mean of steps back to back, in milliseconds."""
     cuda = device == "cuda"
     hosts, devices = [], []
     for _ in range(repeats):
@@ -215,7 +218,7 @@ def measure_step(
 
 
 def memory(name: str, kind: str, options: Options) -> dict[str, Any]:
-    """Peak bytes of tensors, and what the process takes of the device."""
+    """Measure the peak memory of tensors and of the process, in MiB."""
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     session, step = _step(name, kind, options)
@@ -240,7 +243,7 @@ COUNTS = (1, 2, 4, 8, 16)
 
 
 def packing_stages(options: Options) -> dict[str, Stage]:
-    """1 to 16 processes that train the Penn Treebank LSTM at once, captured and not."""
+    """Return stages of 1 to 16 processes that train the Penn Treebank LSTM at once."""
     kinds = (
         ("quantised",)
         if options.device == "cpu"
@@ -255,7 +258,7 @@ def packing_stages(options: Options) -> dict[str, Stage]:
 
 
 def train_packed(kind: str, device: str, seconds: float) -> None:
-    """Work of one of the processes: steps for a while, all starting when the other end says so."""
+    """Train in one of several processes for some seconds, after a line from stdin; print the rate."""
     torch.set_num_threads(1)
     options = Options("packing", device, device == "cpu", seconds, None, Path())
     _, step = _step("PTB LSTM", kind, options)
@@ -273,7 +276,7 @@ def train_packed(kind: str, device: str, seconds: float) -> None:
 
 
 def packing(count: int, kind: str, options: Options) -> dict[str, Any]:
-    """Steps per second of all processes together."""
+    """Measure the steps per second of several processes together."""
     command = [
         sys.executable,
         "-c",
@@ -319,7 +322,10 @@ STATIC = (8, 6, 5, 3)
 
 
 def treebank(dry: bool) -> list[RunSpec]:
-    """The left side of figure 7, what says most first: five arms of seed 0, its others, then the other seeds."""
+    """Return the runs of figure 7 (left), the most informative first.
+
+    Five arms of seed 0 come first, then the other arms of seed 0, then the other seeds.
+    """
     if dry:
         small = {"steps": 8, "n_cycles": 1, "valid_tokens": 200, "test_tokens": 200}
         specs = designs.quality_cost(
@@ -339,14 +345,14 @@ def treebank(dry: bool) -> list[RunSpec]:
 
 
 def evidence_stages(options: Options) -> dict[str, Stage]:
-    """One stage, which is never done for good: the store knows what is."""
+    """Return one stage with a new name in every call, so that it always runs: the store knows which runs are done."""
     return {
         f"runs until {time.strftime('%Y-%m-%d %H:%M:%S')}": partial(evidence, options)
     }
 
 
 def evidence(options: Options) -> dict[str, Any]:
-    """Run what the store does not hold; at the limit the runs write their checkpoints, and the next call goes on."""
+    """Run what the store lacks; at the time limit the runs write checkpoints, and the next call continues."""
     specs = treebank(options.dry)
     store = stores.store_path(specs[0].scale, specs[0].recipe.task)
     workers = 0 if options.dry else options.workers or best_packing(options)
@@ -405,7 +411,7 @@ def _quality(row: dict[str, Any]) -> float:
 
 
 def best_packing(options: Options) -> int:
-    """How many captured runs at a time did most steps per second; 4 where the part "packing" has not been run."""
+    """Return the fastest number of captured runs at a time; 4 if the part "packing" has not been run."""
     rows = finished_rows(read_rows(replace(options, part="packing").rows))
     rates = {
         int(stage.split()[0]): row["values"]["steps_per_second"]

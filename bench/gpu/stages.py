@@ -1,4 +1,7 @@
-"""Stages: what each found is a row, whatever becomes of the others; the next call goes on with those that are left."""
+"""Stages of ``bench.gpu``: run each in turn and append its result, or its failure, to a file of rows.
+
+A further call continues with the stages that are left.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,15 @@ TRIES = 2  # a stage that ended its process this often is not tried again
 
 @dataclass(frozen=True)
 class Options:
-    """What a call is told.
+    """Options of one call of ``bench.gpu``.
 
     Attributes:
-        part: its name.
-        device: where to measure.
-        dry: small sizes, few steps.
-        seconds: no stage is started after so many.
-        workers: of the part "evidence"; None takes the best number of the part "packing".
-        folder: of rows and summaries.
+        part: name of the part.
+        device: device to measure on.
+        dry: whether to use small sizes and few steps.
+        seconds: time after which no further stage starts.
+        workers: runs at a time in the part "evidence"; None takes the best number of the part "packing".
+        folder: folder of rows and summaries.
     """
 
     part: str
@@ -51,14 +54,14 @@ class Options:
 
 
 class LeftOutError(Exception):
-    """A stage that cannot be done here; the message says why."""
+    """A stage that cannot run on this machine; the message gives the reason."""
 
 
 Stage = Callable[[], dict[str, Any]]  # returns what it found
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """What a measurement depends on besides the code."""
+    """Return the device and versions that a measurement depends on."""
     cuda = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -74,7 +77,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; of a torn last line, nothing."""
+    """Return the rows of a file without an incomplete last line."""
     lines = (
         path.read_text(encoding="utf-8").splitlines(keepends=True)
         if path.exists()
@@ -84,7 +87,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Write a row to the disk, behind those that are whole."""
+    """Append a row after the complete ones, and flush it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         file.seek(0)
@@ -96,7 +99,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def finished_rows(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the last row of every stage that needs no further try."""
+    """Return the last row of every finished stage."""
     last_rows = {row["stage"]: row for row in rows if row["status"] != "started"}
     start_counts = Counter(row["stage"] for row in rows if row["status"] == "started")
     for stage, count in start_counts.items():
@@ -112,7 +115,7 @@ def finished_rows(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def run_stages(
     stages: dict[str, Stage], options: Options, environment: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Run what is left, as long as there is time, and return the rows of all stages that ended."""
+    """Run the unfinished stages while there is time; return the rows of all finished ones."""
     began = time.monotonic()
     rows = finished_rows(read_rows(options.rows))
     for name, stage in stages.items():
@@ -139,7 +142,7 @@ def run_stages(
 
 
 def run_stage(stage: Stage) -> dict[str, Any]:
-    """Run a stage; whatever it raises is part of the answer."""
+    """Run a stage; return its status, values or error, and seconds."""
     began = time.monotonic()
     try:
         values = stage()
@@ -160,7 +163,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """What is printed of a row."""
+    """Return a row as the line that is printed."""
     reason = row.get("reason") or row.get("error", "").partition("\n")[0]
     numbers = (
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
@@ -216,7 +219,7 @@ def summary(
 
 
 def forget_failures(path: Path) -> None:
-    """Let the stages that failed be tried again."""
+    """Remove the rows of failed stages, so that they run again."""
     rows_to_keep: Iterator[dict[str, Any]] = (
         row for row in read_rows(path) if row["status"] in ("ok", "left out")
     )

@@ -1,7 +1,7 @@
-"""Run the proofs over foreign models and functions: ``python -m bench.third_party``.
+"""Command line of the checks of other libraries' models and functions: ``python -m bench.third_party``.
 
 ``--only`` names parts, ``--update`` stores the counts in data/results/third_party.json. The exit status is 1 when a
-promise is broken that is not listed in known.py.
+promise is broken that is not listed in known_failures.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def family(unit: tuple[str, int]) -> list[invariances.Answer]:
 
 
 def quiet() -> None:
-    """Let a process compute on one thread and print nothing of other libraries."""
+    """Compute on one thread, and silence the messages of other libraries."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     sys.stderr = open(os.devnull, "w")  # for as long as the process lives
@@ -65,7 +65,7 @@ def in_processes(function: Any, units: Iterable[Any], jobs: int) -> list[Any]:
 def summarise_rows(
     rows: list[examination.Row], database: str, size: int
 ) -> dict[str, Any]:
-    """Return the counts of a database and its faults."""
+    """Return the counts and faults of the rows of a database."""
     faults = [
         f"{row.name} ({row.case}): {fault}" for row in rows for fault in row.faults
     ]
@@ -78,7 +78,7 @@ def summarise_rows(
 
 
 def summarise_answers(answers: list[invariances.Answer]) -> dict[str, Any]:
-    """Return the counts of the invariances, the largest differences of those that hold, and those that do not."""
+    """Return counts of the invariances, the largest difference that holds, and the broken ones."""
     broken = [
         {**asdict(a), "reason": reason_of(a)}
         for a in answers
@@ -103,7 +103,7 @@ def summarise_answers(answers: list[invariances.Answer]) -> dict[str, Any]:
 
 
 def run_part(part: str, jobs: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the findings of a part, and what was not expected."""
+    """Return the results of a part, and the unexpected failures."""
     if part == "layers":
         size = len(databases.module_database())
         rows = in_processes(layers, range(size), jobs)

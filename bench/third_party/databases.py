@@ -1,6 +1,6 @@
 """Torch's own databases of layers and functions, ``module_db`` and ``op_db``, as cases for ``examination``.
 
-Torch tests itself with them. They come with torch, but import ``expecttest``, which torch does not install: it compares
+Torch's own tests use them. They are part of torch, but import ``expecttest``, which torch does not install: it compares
 printed texts, and nothing here calls it.
 """
 
@@ -36,7 +36,7 @@ SEED = 0
 
 @contextmanager
 def importing_internals() -> Iterator[None]:
-    """Let torch's lists be imported: without ``expecttest``, and without freezing the flags of its backends."""
+    """Make torch's databases importable without ``expecttest`` and without freezing the backend flags."""
     try:
         import expecttest  # noqa: F401
     except ImportError:
@@ -135,7 +135,14 @@ FORMS = (
 
 
 class Call(nn.Module):
-    """A call of a function of torch, perhaps with a weight; ``leaves``: all arguments, of which tensors are inputs."""
+    """A module that calls a torch function, optionally with one argument as its weight.
+
+    Args:
+        function: the function.
+        leaves: all arguments, flat; the tensors among them are inputs.
+        structure: structure of the arguments for ``tree_unflatten``.
+        weight: index of the leaf that is a parameter; None without one.
+    """
 
     def __init__(
         self,
@@ -165,7 +172,7 @@ class Call(nn.Module):
 
 
 def function_rows(info: Any, forms: tuple[str, ...] = FORMS) -> Iterator[Row]:
-    """Examine one function of the database in all forms in which it can be called."""
+    """Examine one function of the database in every form of call."""
     name = info.full_name if info.variant_test_name else info.name
     torch.manual_seed(SEED)
     try:
@@ -202,7 +209,7 @@ def first_samples(info: Any) -> Iterator[Any]:
 
 
 def callable_of(info: Any, form: str) -> Callable[..., Any] | None:
-    """Return what is called in a form, None where torch has no such form."""
+    """Return the callable of a form; None if torch has no such form."""
     if form == "method":
         return info.method_variant
     if form == "in place":
@@ -211,7 +218,7 @@ def callable_of(info: Any, form: str) -> Callable[..., Any] | None:
 
 
 def weight_place(leaves: list[Any], form: str) -> int | None:
-    """Return which argument is the weight in a form."""
+    """Return the index of the argument that is the weight in a form; None without one."""
     floating = [
         i
         for i, x in enumerate(leaves)

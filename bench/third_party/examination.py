@@ -1,4 +1,4 @@
-"""Examination of one layer or function: float mode, products, copies and ``restore_``.
+"""Examination of one layer or function: float mode, matmuls, copies and ``restore_``.
 
 The subject runs beside a linear layer, so that every model has something to quantise. ``Row.faults`` names what is
 wrong; a row without faults keeps all promises:
@@ -54,7 +54,7 @@ SKIPPED = ("fails in plain torch", "not deterministic")
 
 @dataclass
 class Row:
-    """The findings of one case.
+    """Results of one case.
 
     Attributes:
         name: of the layer or function.
@@ -74,7 +74,7 @@ class Row:
 
 
 class Subject(nn.Module):
-    """A layer or function beside a linear layer."""
+    """A model of a linear layer and the layer or function under examination."""
 
     def __init__(self, layer: nn.Module | Callable[..., Any]) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class Subject(nn.Module):
 
 
 def cloned(x: Any) -> Any:
-    """Return a copy of a tensor with the same strides."""
+    """Return a copy of a floating-point tensor that preserves its strides; other values as they are."""
     return x.clone() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class Products(TorchDispatchMode):
-    """Notes the products that torch executes with their operands, but for those of the anchor."""
+    """Recorder of the matmuls and convolutions that torch executes, with their operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Outcome:
     backward_products: list[tuple[str, list[Tensor]]]
 
     def equals(self, other: Outcome) -> bool:
-        """Return whether outputs and gradients are the same bits."""
+        """Return whether outputs and gradients are bit-identical."""
         if not all_equal(self.outputs, other.outputs):
             return False
         if self.gradients is None or other.gradients is None:
@@ -140,7 +140,10 @@ def all_equal(first: list[Any], second: list[Any]) -> bool:
 
 
 def largest_change(first: list[Tensor], second: list[Tensor]) -> float:
-    """Return the largest difference of two lists of tensors, relative to the largest number; 0 for equal bits."""
+    """Return the largest difference of two lists of tensors, relative to the largest number.
+
+    0 means equal bits.
+    """
     changes = [0.0]
     for x, y in zip(first, second, strict=True):
         if not equal(x, y):
@@ -167,7 +170,7 @@ def equal(x: Tensor | None, y: Tensor | None) -> bool:
 
 
 class Runner:
-    """Runs one model on the same inputs, state and random numbers every time."""
+    """Runner of one model with fixed inputs, state and random numbers."""
 
     def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self.state = {name: x.clone() for name, x in model.state_dict().items()}
@@ -182,9 +185,9 @@ class Runner:
     def run(
         self, model: nn.Module, has_backward: bool = True, watches: bool = False
     ) -> Outcome:
-        """Return the outcome of a forward pass and, where it has one, a backward pass.
+        """Return the outcome of a forward pass and, if there is one, of a backward pass.
 
-        ``watches``: note products; torch then leaves its fused kernels aside, which changes last digits.
+        ``watches``: record matmuls; torch then avoids its fused kernels, which changes the last digits.
         """
         model.load_state_dict(self.state)
         args, kwargs = self.inputs()
@@ -210,7 +213,7 @@ class Runner:
 
 
 def as_leaf(x: Any) -> Any:
-    """Return a copy that wants a gradient if it can have one."""
+    """Return a copy of a tensor that requires a gradient if its type allows it."""
     if not isinstance(x, Tensor):
         return x
     copied = x.detach().clone()
@@ -260,7 +263,7 @@ def examine(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> Row:
 
 
 def plain_outcome(runner: Runner, plain: nn.Module) -> Outcome:
-    """Return the outcome of plain torch, with gradients where there are any."""
+    """Return the outcome of plain torch, with gradients if there are any."""
     try:
         return runner.run(plain)
     except Exception:
@@ -312,7 +315,7 @@ def _examine_converted(
 
 
 def examine_pickle(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> None:
-    """Note whether a pickled model computes the same as the original."""
+    """Add a fault if a pickled model computes something else than its original."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runner = Runner(plain, args, kwargs)
@@ -325,7 +328,7 @@ def examine_pickle(row: Row, plain: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def note(row: Row, fault: str, holds: bool) -> None:
-    """Add a fault unless its opposite holds."""
+    """Add a fault to a row unless the promise holds."""
     if not holds:
         row.faults.append(fault)
 
@@ -346,7 +349,15 @@ def description(model: nn.Module) -> list[tuple[str, type, tuple[str, ...], int]
 def _judge_products(
     row: Row, runner: Runner, model: nn.Module, plain: Outcome, changed: float
 ) -> None:
-    """Find out what happened to the products of the subject; ``changed``: how far its outputs did at 3 bits."""
+    """Set ``row.products``, and add faults of the subject's matmuls.
+
+    Args:
+        row: the row to complete.
+        runner: the runner of the model.
+        model: the converted model.
+        plain: the outcome of plain torch.
+        changed: largest relative change of the outputs at 3 bits.
+    """
     if not changed and not plain.forward_products and not plain.backward_products:
         return
     checked = operations(runner, model)
@@ -374,7 +385,7 @@ def _judge_products(
 
 
 def _judge_unchanged(row: Row, runner: Runner, model: nn.Module) -> None:
-    """Tell ranges of two numbers, which are exact on any grid, from other operands that nothing rounded."""
+    """Distinguish ranges of two numbers, which any grid holds exactly, from operands that were not rounded."""
     with cpt.precision(model, 1, 1):
         coarse = runner.run(model, has_backward=False, watches=True)
     is_pair = summed_elements(coarse.forward_products) == 2
@@ -383,7 +394,7 @@ def _judge_unchanged(row: Row, runner: Runner, model: nn.Module) -> None:
 
 
 def summed_elements(products: list[tuple[str, list[Tensor]]]) -> int:
-    """Return over how many elements the products sum, at least."""
+    """Return the smallest number of elements over which the matmuls sum."""
     numbers = [
         xs[OPERANDS[name][0]].shape[-1]
         for name, xs in products
@@ -393,19 +404,19 @@ def summed_elements(products: list[tuple[str, list[Tensor]]]) -> int:
 
 
 class WithOptions(nn.Module):
-    """A model that is called with keyword arguments, for what takes positional ones alone."""
+    """Wrapper that passes fixed keyword arguments to a model."""
 
     def __init__(self, model: nn.Module, options: Any) -> None:
         super().__init__()
         self.model, self.options = model, options
 
     def forward(self, *args: Any) -> Any:
-        """Call it."""
+        """Call the model with the keyword arguments."""
         return self.model(*args, **self.options)
 
 
 def operations(runner: Runner, model: nn.Module) -> list[Any]:
-    """Return what ``check`` lists of the subject."""
+    """Return the operations of the subject that ``check`` lists."""
     model.load_state_dict(runner.state)
     args, kwargs = runner.inputs()
     torch.manual_seed(1)
@@ -418,9 +429,10 @@ def operations(runner: Runner, model: nn.Module) -> list[Any]:
 
 
 def float32_seen(runner: Runner, model: nn.Module, plain: Outcome) -> set[str]:
-    """Return the products with an operand that is surely on no grid of 2 bits.
+    """Return the matmuls with an operand that is certainly not on a 2-bit grid.
 
-    A convolution may have a range per position, over few channels; its operands must be those of plain torch, too.
+    A convolution may have a range per position, over few channels; it counts only if its operands equal those of plain
+    torch.
     """
     twin = copy.deepcopy(model)
     twin.load_state_dict(runner.state)
@@ -455,7 +467,7 @@ def float32_seen(runner: Runner, model: nn.Module, plain: Outcome) -> set[str]:
 
 
 def count(rows: Iterable[Row]) -> dict[str, int]:
-    """Return what was found -> number of cases."""
+    """Return the number of cases by result."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts["cases"] += 1

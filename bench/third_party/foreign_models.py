@@ -1,6 +1,6 @@
-"""Models with questions for ``invariances``: decoders, encoders, recurrent networks, graph layers, images.
+"""Models of other libraries for ``invariances``: decoders, encoders, recurrent networks, graph layers, images.
 
-All are made by their library's own code from a small configuration, with random weights; nothing is downloaded.
+Every library builds its models from a small configuration, with random weights; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def decoder(kind: str, attention: str, values: dict[str, Any]) -> nn.Module:
 def encoder(
     kind: str, attention: str, values: dict[str, Any], name: str = ""
 ) -> nn.Module:
-    """Return a small encoder; ``name``: of its class, where ``AutoModel`` has another."""
+    """Return a small encoder; ``name`` is its class, if ``AutoModel`` would choose another."""
     import transformers
 
     config = configuration(kind, **values)
@@ -162,7 +162,7 @@ def encoder(
 
 
 def random_tokens(samples: int = SAMPLES, length: int = TOKENS) -> Tensor:
-    """Return a batch of tokens that are no padding."""
+    """Return a batch of random tokens without padding."""
     return torch.randint(3, VOCABULARY, (samples, length))
 
 
@@ -187,7 +187,7 @@ def later_tokens(run: Run) -> Pairs:
 
 
 def prefix(run: Run) -> Pairs:
-    """Leave the last tokens out: the outputs of the others stay."""
+    """Compare a prefix of the tokens with the full sequence: the prefix keeps its outputs."""
     tokens = random_tokens()
     yield run(tokens).logits[:, :PREFIX], run(tokens[:, :PREFIX]).logits
 
@@ -236,7 +236,7 @@ def right_padding(run: Run) -> Pairs:
 
 
 def padded_tail() -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, the same with padding behind them, and the mask of the latter."""
+    """Return (tokens, tokens with padding behind them, mask of the padded tokens)."""
     tokens = random_tokens()
     mask = torch.ones(SAMPLES, TOKENS + PADS, dtype=torch.long)
     mask[:, TOKENS:] = 0
@@ -376,7 +376,7 @@ def padded_encoder_tail(run: Run) -> Pairs:
 
 
 def longer_padding(run: Run) -> Pairs:
-    """Pad a batch further than its longest sequence: the outputs of tokens stay."""
+    """Compare a batch with more padding than its longest sequence needs: tokens keep their outputs."""
     tokens, mask = random_tokens(), torch.ones(SAMPLES, TOKENS, dtype=torch.long)
     mask[1, PREFIX:] = 0
     tokens = tokens * mask
@@ -388,7 +388,7 @@ def longer_padding(run: Run) -> Pairs:
 
 
 def masked_tokens(run: Run) -> Pairs:
-    """Change tokens that the mask hides: the outputs of the others stay."""
+    """Change masked tokens: unmasked tokens keep their outputs."""
     tokens, mask = random_tokens(), torch.ones(SAMPLES, TOKENS, dtype=torch.long)
     mask[1, PREFIX:] = 0
     changed = torch.where(mask.bool(), tokens, random_tokens())
@@ -417,7 +417,7 @@ def one_image_of_batch(run: Run) -> Pairs:
 
 
 def other_layout(run: Run) -> Pairs:
-    """Store the images channel by channel or pixel by pixel: the same outputs."""
+    """Compare images stored channels-first and channels-last: outputs are equal."""
     pixels = images()
     yield (
         first_output(run(pixels)),
@@ -498,7 +498,7 @@ def sequence_padding(run: Run) -> Pairs:
 
 
 def permutation(run: Run) -> Pairs:
-    """Give the sequences in another order: the same outputs."""
+    """Permute the sequences: their outputs are permuted, too."""
     x, lengths = sequences()
     order = torch.tensor([2, 0, 1])
     yield run(x, lengths)[:, order], run(x[:, order], lengths[order])
@@ -648,7 +648,7 @@ def graph_of_batch(run: Run) -> Pairs:
 
 
 def permuted_nodes(run: Run) -> Pairs:
-    """Give the nodes in another order: the same outputs."""
+    """Permute the nodes: their outputs are permuted, too."""
     features, order = torch.randn(NODES, FEATURES), torch.randperm(NODES)
     place = order.argsort().tolist()
     edges = tuple(tuple(place[node] for node in ends) for ends in RING)
@@ -691,7 +691,7 @@ def dgl_layer(title: str) -> nn.Module:
 
 
 def graph_cases() -> Iterator[Case]:
-    """Return graph layers: those of DGL, and two as people write them with dense matrices."""
+    """Yield the cases of graph layers: of DGL, and two hand-written ones with dense matrices."""
     for title, layer in (
         ("dense Chebyshev", Chebyshev),
         ("dense attention", DenseAttention),
@@ -716,7 +716,7 @@ def train_on_graph(run: Run) -> Any:
 
 
 def zoo_cases() -> Iterator[Case]:
-    """Return the models of ``bench.zoo`` of installed libraries whose inputs are tensors with samples first."""
+    """Yield the models of ``bench.zoo`` whose library is installed and whose inputs have samples first."""
     for library, models in ZOO.items():
         if importlib.util.find_spec(library) is None:
             continue
@@ -762,7 +762,7 @@ def first_sample(inputs: Callable[[], Inputs], run: Run) -> Pairs:
 
 
 def layouts(inputs: Callable[[], Inputs], run: Run) -> Pairs:
-    """Store inputs with other strides: the same outputs."""
+    """Compare inputs that are stored with different strides: outputs are equal."""
     batch = inputs()
     if not any(
         isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 for x in batch
@@ -776,7 +776,7 @@ def layouts(inputs: Callable[[], Inputs], run: Run) -> Pairs:
 
 
 def restrided(x: Any) -> Any:
-    """Return a tensor whose second dimension lies last in memory."""
+    """Return a tensor stored with its second dimension last."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
         return x
     return x.movedim(1, -1).contiguous().movedim(-1, 1)

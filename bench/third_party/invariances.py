@@ -1,4 +1,4 @@
-"""Invariances of evaluation: where float32 outputs do not move, quantised ones must not.
+"""Invariances of evaluation: if float32 outputs do not change, quantised outputs must not.
 
 A model trains for three passes at 8 bits, so that its running ranges are there. In evaluation it answers a question
 twice: a batch and one of its samples, a sequence and its prefix, with padding and without. ``Case.questions`` returns
@@ -39,7 +39,7 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A model with questions.
+    """A model with the invariances to check.
 
     Attributes:
         family: such as "decoder"; counts are given per family.
@@ -144,7 +144,7 @@ def describe(problem: Exception) -> str:
 def largest_difference(
     ask: Callable[[Run], Pairs], model: nn.Module, bits: int | str
 ) -> float:
-    """Return the largest difference of the pairs at a precision, relative to the largest number."""
+    """Return the largest relative difference of the pairs at a precision."""
     parameter = next(model.parameters())
     is_double = parameter.dtype == torch.float64
 
@@ -162,7 +162,7 @@ def largest_difference(
 
 
 def relative_difference(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference relative to the largest number; infinity for other shapes, or other NaN."""
+    """Return the largest difference relative to the largest number; infinity if shapes or NaN differ."""
     if first.shape != second.shape or not bool((first.isnan() == second.isnan()).all()):
         return float("inf")
     first, second = first.double().nan_to_num(), second.double().nan_to_num()
@@ -171,7 +171,7 @@ def relative_difference(first: Tensor, second: Tensor) -> float:
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Return arguments whose floating tensors have a type."""
+    """Return arguments with floating-point tensors converted to a type."""
     if isinstance(values, Tensor):
         return values.to(dtype) if values.is_floating_point() else values
     if isinstance(values, dict):
@@ -182,7 +182,7 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 class _InFloat64(TorchFunctionMode):
-    """Compute in float64 what a model asks to have in float32, such as its softmax."""
+    """Mode that computes in float64 what a model requests in float32, such as its softmax."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -199,7 +199,7 @@ class _InFloat64(TorchFunctionMode):
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Run what is inside in float64, also where its code names float32."""
+    """Compute in float64 inside the block, even where a model asks for float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -210,7 +210,7 @@ def in_float64() -> Iterator[None]:
 
 
 def count(answers: Iterable[Answer]) -> dict[str, dict[str, int]]:
-    """Return family and question -> outcome -> number of models."""
+    """Return the number of models by "family: question" and outcome."""
     counts_by_question: dict[str, Counter[str]] = {}
     for item in answers:
         counts_by_question.setdefault(f"{item.family}: {item.question}", Counter())[

@@ -1,4 +1,4 @@
-"""Promises that are known to be broken over foreign models and functions, each with its reason."""
+"""Known failures of other libraries' models and functions, each with its reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KNOWN_ANSWERS: dict[tuple[str, str], str] = {
 
 
 def unexpected_rows(rows: Iterable[Row]) -> list[str]:
-    """Return the faults that are not known."""
+    """Return a line for every fault that is not a known one."""
     return [
         f"{row.name} ({row.case}): {fault}"
         for row in rows
@@ -48,7 +48,7 @@ def unexpected_rows(rows: Iterable[Row]) -> list[str]:
 
 
 def reason_of(answer: Answer) -> str:
-    """Return why an invariance is known to be broken; "" for one that is not."""
+    """Return why an invariance is known to be broken; "" if it is not."""
     for (model, question), reason in KNOWN_ANSWERS.items():
         if fnmatchcase(answer.model, model) and answer.question == question:
             return reason
@@ -56,7 +56,7 @@ def reason_of(answer: Answer) -> str:
 
 
 def unexpected_answers(answers: Iterable[Answer]) -> list[str]:
-    """Return the broken invariances that are not known."""
+    """Return a line for every broken invariance that is not a known one."""
     return [
         f"{a.family}, {a.model}, {a.question}: {a.outcome} {dict(a.moved)} {a.error}"
         for a in answers

@@ -1,4 +1,4 @@
-"""The paper's study for a model of yours: ``python study.py SEEDS``. Replace ``build`` and ``quality``, keep the rest.
+"""Study of the paper for your own model: ``python study.py SEEDS``. Replace ``build`` and ``quality``, keep the rest.
 
 It finds q_min with the range test and measures in which layers and when a bit matters. Then it trains every static
 precision, the ten schedules, and bits allocated by what was measured at the cost of half of static Q_MAX.
@@ -22,7 +22,7 @@ X, Y = (torch.tensor(a).float() for a in load_digits(return_X_y=True))
 
 
 def build(seed):
-    """Return a model, what makes one optimizer step with batch number i, and the optimizer."""
+    """Return a model, a function that trains one step on batch number i, and the optimizer."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
@@ -43,7 +43,7 @@ def build(seed):
 
 
 def quality(schedule, seed):
-    """Train under a schedule; return the accuracy in percent, evaluated at the most bits."""
+    """Train under a schedule; return the accuracy in percent, evaluated at Q_MAX bits."""
     model, train_step, optimizer = build(seed)
     cpt.PrecisionScheduler(
         cpt.quantize_(model), schedule, q_grad=Q_MAX, optimizer=optimizer
@@ -75,7 +75,7 @@ def arms():
 
 
 def study(seeds):
-    """Train what was not trained yet; return cost, mean quality, and the gain on static bits of that cost."""
+    """Train the missing runs; return cost, mean quality, and the gain over static bits of equal cost."""
     if seeds < 3:
         raise ValueError(
             f"two seeds can be alike by chance: give 3 or more, got {seeds}"
@@ -125,7 +125,7 @@ def study(seeds):
 
 
 def draw(table):
-    """Return the figure of what every arm gains on static bits of its cost, cheapest first."""
+    """Draw the gain of every arm over static bits of equal cost, cheapest first."""
     gains = table.dropna().iloc[::-1]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     axes.errorbar(gains.gain, range(len(gains)), xerr=gains["+-"], fmt="o", capsize=3)
@@ -141,7 +141,7 @@ def draw(table):
 
 
 def answer(table):
-    """Return in words what beats static bits of its cost."""
+    """Return a sentence that names the arms better than static bits of equal cost."""
     won = table.index[table.gain > table["+-"]]
     return f"Better than static bits of the same cost: {', '.join(won) or 'none that these seeds can tell'}"
 

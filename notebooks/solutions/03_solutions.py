@@ -19,7 +19,7 @@ def slope(costs, accuracies):
 
 # 2. The line joins the two static trainings next to the cost, so they are sorted by cost first.
 def gain(cost, accuracy, static):
-    """Return the accuracy minus that of static precision of the same cost."""
+    """Return the accuracy gained over static precision of equal cost."""
     points = sorted(static)
     for (c0, a0), (c1, a1) in pairwise(points):
         if c0 <= cost <= c1:

@@ -5,7 +5,7 @@ from cpt_lessons import exercises
 
 # 1. Static 8 has the highest cost; everything whose accuracy is close enough to it qualifies.
 def cheapest(trainings, margin):
-    """Return the lowest cost at which the accuracy is at most the margin below that of static 8."""
+    """Return the lowest cost whose accuracy is within the margin of static 8."""
     _, full = max(trainings)
     return min(cost for cost, accuracy in trainings if accuracy >= full - margin)
 

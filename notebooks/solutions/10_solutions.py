@@ -14,7 +14,7 @@ def static_of(budget):
 # 2. Solve 192 c = q^2 + 16 q for q. The bits grow like a root of the cost, and noise falls by 4 with each bit, so the
 # first bits save far more noise than the last ones: n is convex, as Jensen's inequality requires.
 def noise(cost):
-    """Return the noise of a step of this cost, relative to that of a step at 8 bits."""
+    """Return the noise of a step of some cost, relative to a step at 8 bits."""
     bits = (64 + 192 * cost) ** 0.5 - 8
     return 4 ** (8 - bits)
 
