@@ -29,7 +29,7 @@ def test_a_table_on_a_page():
     shown = page(Section("numbers", table=FRAME, style="left"))
     assert '<th><a class="word" href="#word-1">arm</a></th><th>n</th>' in shown
     assert (
-        '<dt id="word-1">arm</dt><dd>One line of an experiment: a schedule, or a static precision.'
+        '<dt id="word-1">arm</dt><dd>One setting that an experiment compares: a schedule or a static precision.'
         in shown
     )
     assert "<tr><td>static 8</td><td>12</td></tr>" in shown
