@@ -11,7 +11,11 @@ import json
 from typing import Any
 
 from cpt_extras.files import write_text
-from cpt_lab.analysis.preregistered import data_of, fresh, replicated_effects
+from cpt_lab.analysis.preregistered import (
+    fresh_seed_specs,
+    grid_data,
+    replicated_effects,
+)
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.sweeps.result_row import ResultRow
@@ -26,9 +30,9 @@ def complete_rows(grid: str) -> list[ResultRow]:
     rows_by_key = {
         row["key"]: row for row in load_rows(store) if row["status"] != "failed"
     }
-    keys = [spec.key for spec in fresh(grid)]
+    keys = [spec.key for spec in fresh_seed_specs(grid)]
     rows = [rows_by_key[key] for key in keys if key in rows_by_key]
-    checksums = {checksum for _, checksum in data_of(grid)}
+    checksums = {checksum for _, checksum in grid_data(grid)}
     is_complete = (
         len(rows) == len(keys) and {row["data_checksum"] for row in rows} == checksums
     )
@@ -61,7 +65,7 @@ def main() -> None:
             "commits": sorted(commit for commit, _ in sources),
             "data_checksum": sorted({row["data_checksum"] for row in rows}),
             "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
-            "effects": {one.now.what: list(one.now.values) for one in effects},
+            "effects": {one.replication.description: list(one.replication.values) for one in effects},
         }
     write_text(
         path,

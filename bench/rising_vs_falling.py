@@ -32,7 +32,7 @@ from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
-from cpt_lab.studies.case import OUTPUTS
+from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.studies.h7.arms import CASES
 from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.train import train
@@ -108,7 +108,7 @@ def quality(spec: RunSpec) -> float:
     perplexity = (
         test_metrics[-1]["value"]
         if run.status == "ok"
-        else OUTPUTS[spec.recipe.dataset]
+        else NUM_OUTPUTS[spec.recipe.dataset]
     )
     return -100 * math.log(perplexity)
 

@@ -26,7 +26,7 @@ from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
-from cpt_lab.studies.case import OUTPUTS
+from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.studies.h7.arms import CASES, Q_MAX
 from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.recipe_search import recipe_sensitivity
@@ -52,9 +52,9 @@ def quality(spec: RunSpec) -> float:
     """Train a run; return its test quality at 8 bits: accuracy in points, or -100 log(perplexity)."""
     run, text = train(load_task_class(spec), spec), spec.recipe.task == "language_model"
     name, chance = (
-        ("perplexity", OUTPUTS[spec.recipe.dataset])
+        ("perplexity", NUM_OUTPUTS[spec.recipe.dataset])
         if text
-        else ("accuracy", 1 / OUTPUTS[spec.recipe.dataset])
+        else ("accuracy", 1 / NUM_OUTPUTS[spec.recipe.dataset])
     )
     value = run.metric(name) if run.status == "ok" else chance
     return -100 * math.log(value) if text else 100 * value

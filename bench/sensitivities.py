@@ -17,7 +17,7 @@ from cpt_extras.files import write_text
 from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
-from cpt_lab.studies.h5.arms import CASES, FILE, Q_MAX, MeasuredCase
+from cpt_lab.studies.h5.arms import CASES, Q_MAX, SENSITIVITY_FILE, MeasuredCase
 from cpt_lab.training.recipe_search import recipe_sensitivity
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     )
     only = parser.parse_args().only
     torch.set_num_threads(1)
-    path = results_dir() / FILE
+    path = results_dir() / SENSITIVITY_FILE
     for name in [only] if only else CASES:
         start = time.monotonic()
         result = measure_case(CASES[name])

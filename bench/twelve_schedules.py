@@ -13,7 +13,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from cpt_core.schedules.cost import step_cost
-from cpt_lab.studies.h1_to_h4.arms import TWELVE
+from cpt_lab.studies.h1_to_h4.arms import EQUAL_COST_CYCLES
 
 STEPS, HALF, BUDGET = 160, 80, 0.55
 TOP = (8, 16)  # steps at 8 bits, at least, with which the cycles end
@@ -126,4 +126,4 @@ if __name__ == "__main__":
         print(
             f"{counts.tolist()}  noise {np.exp(noise):.0f}, share at 2 bits {share:.3f}, date {date:.3f}"
         )
-    raise SystemExit(0 if np.array_equal(found, TWELVE) else 1)
+    raise SystemExit(0 if np.array_equal(found, EQUAL_COST_CYCLES) else 1)

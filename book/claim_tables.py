@@ -9,12 +9,12 @@ import pandas as pd
 
 from cpt_lab.analysis import reproduction
 from cpt_lab.analysis.claims import Entry
-from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
+from cpt_lab.analysis.effects import MIN_SEEDS, Effect
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.rendering import markdown
 
 UNDECIDED = "inconclusive"
-FEW_SEEDS = f"fewer than {LEAST_SEEDS} seeds"
+FEW_SEEDS = f"fewer than {MIN_SEEDS} seeds"
 ONLY_ARMS = r" \([^()]* alone\)"  # the arms that stand for a group of savings of which some were not run
 DATA_TITLES = {
     "cifar10-jpeg": "CIFAR-10 copies",
@@ -100,7 +100,7 @@ class ClaimTables:
         if not entry.effects:
             return "–"
         if entry.effects[0][0].scale == "exact":
-            return entry.effects[0][0].what
+            return entry.effects[0][0].comparison
         shared, times = Counter(
             _comparison(effect) for effect, _ in entry.effects
         ).most_common(1)[0]
@@ -110,7 +110,7 @@ class ClaimTables:
         for effect, word in entry.worded():
             label = (
                 re.sub(r"^open", UNDECIDED, word)
-                if effect.n >= LEAST_SEEDS
+                if effect.n >= MIN_SEEDS
                 else FEW_SEEDS
             )
             by_word.setdefault(label, []).append(self._effect_text(effect, shared))
@@ -129,7 +129,7 @@ class ClaimTables:
         level = f" ({effect.level})" if self._has_several_levels(name) else ""
         first = _comparison(effect)
         values = []
-        for part in (effect, *effect.others):
+        for part in (effect, *effect.other_controls):
             compared = _comparison(part)
             head, _, tail = compared.rpartition(", ")
             if re.sub(ONLY_ARMS, "", compared) == shared:
@@ -137,7 +137,7 @@ class ClaimTables:
             elif part is not effect and first.startswith(f"{head}, "):
                 compared = tail
             lost = (
-                f", {part.diverged} of {len(part.started)} runs diverged"
+                f", {part.diverged} of {len(part.start_times)} runs diverged"
                 if part.diverged
                 else ""
             )
@@ -184,7 +184,7 @@ def experiment_name(effect: Effect) -> str:
 def _comparison(effect: Effect) -> str:
     """Return the comparison of an effect, with "static q_max" instead of its bits."""
     q_max = effect.experiment.rpartition(" to ")[2].removesuffix(" bits")
-    return re.sub(rf"\bstatic {q_max}\b(?! bits|,)", "static q_max", effect.what)
+    return re.sub(rf"\bstatic {q_max}\b(?! bits|,)", "static q_max", effect.comparison)
 
 
 def printed_numbers(topic: str) -> tuple[str, str]:

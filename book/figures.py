@@ -11,10 +11,14 @@ from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import paper_numbers
 from cpt_lab.analysis.figure_data import best_rows
 from cpt_lab.analysis.metrics import metric_named, metric_of, plural
-from cpt_lab.analysis.quality_cost import GROUPS, on_common_seeds, paired_difference
+from cpt_lab.analysis.quality_cost import (
+    SAVINGS_GROUPS,
+    on_common_seeds,
+    paired_difference,
+)
 from cpt_lab.analysis.run_groups import at_q_max, title_of
 from cpt_lab.analysis.statistics import interval
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, name_points, subplots
+from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, TEXT, name_points, subplots
 
 PAPER_GREY = "#777777"
 # Claims of data/paper/claims.csv without a number, by group of savings: claim, words, height of the words in points.
@@ -103,7 +107,7 @@ def paper_beside_ours() -> Figure:
             f"{first['total_steps']:,} steps, {plural(int(arms['n'].min()), 'seed')}, static 8 reaches {level:.1f} %. "
             "Bars: 95 % intervals, paired by seed."
         )
-        figure.supxlabel(caption, fontsize=SMALL, color=PAPER_GREY)
+        figure.supxlabel(caption, fontsize=SMALL_FONT_SIZE, color=PAPER_GREY)
         name_points(
             ours,
             list(schedules["arm"]),
@@ -137,7 +141,7 @@ def _draw_paper(ax: Axes, arms: pd.DataFrame) -> None:
             (cost[line.arm], line.value),
             (0, -4),
             textcoords="offset points",
-            fontsize=SMALL,
+            fontsize=SMALL_FONT_SIZE,
             ha="center",
             va="top",
         )
@@ -146,7 +150,7 @@ def _draw_paper(ax: Axes, arms: pd.DataFrame) -> None:
             cost[group],
             height,
             words,
-            fontsize=SMALL,
+            fontsize=SMALL_FONT_SIZE,
             color=PAPER_GREY,
             ha="center",
             va="bottom" if height > 0 else "top",
@@ -155,7 +159,7 @@ def _draw_paper(ax: Axes, arms: pd.DataFrame) -> None:
         0.03,
         0.97,
         CIFAR_STATED[1],
-        fontsize=SMALL,
+        fontsize=SMALL_FONT_SIZE,
         color=PAPER_GREY,
         transform=ax.transAxes,
         va="top",
@@ -183,11 +187,11 @@ def _draw_ours(ax: Axes, arms: pd.DataFrame) -> pd.DataFrame:
             (line.relative_cost, line.gain),
             (0, 7),
             textcoords="offset points",
-            fontsize=SMALL,
+            fontsize=SMALL_FONT_SIZE,
             ha="center",
         )
     schedules = arms[arms["arm"].isin(SUITE)]
-    for group in GROUPS:
+    for group in SAVINGS_GROUPS:
         part = schedules[schedules["savings"] == group]
         errors = [part["gain"] - part["low"], part["high"] - part["gain"]]
         ax.errorbar(
@@ -201,5 +205,5 @@ def _draw_ours(ax: Axes, arms: pd.DataFrame) -> pd.DataFrame:
             linewidth=1,
             label=f"{group} savings",
         )
-    ax.legend(fontsize=SMALL, loc="lower right")
+    ax.legend(fontsize=SMALL_FONT_SIZE, loc="lower right")
     return schedules

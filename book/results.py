@@ -39,7 +39,7 @@ from cpt_lab.studies.h1_to_h4.outcome import decay_runs
 from cpt_lab.studies.h5 import outcome as h5
 from cpt_lab.studies.h7 import outcome as h7
 from cpt_lab.studies.h10 import outcome as h10
-from cpt_lab.studies.tuned_outcome import FULL_BITS
+from cpt_lab.studies.tuned_outcome import FULL_BITS_ARM
 
 PAGES = ROOT / "docs" / "reproducing"
 # page -> pattern of the ids and tasks of its claims and of its places in the code; the first page that matches counts
@@ -107,17 +107,19 @@ def pages() -> dict[Path, str]:
             if not again and "-rates/" not in grid
         ],
         printed_numbers=printed_numbers,
-        outcomes=Counter(one.word for one in repeated),
+        outcomes=Counter(one.outcome for one in repeated),
         repeated=repeated,
         repeated_levels=_levels_of_repeated(tasks),
         rates=tuned.rates_at_ends,
         spending=h7.gains(spending).assign(
-            n=[len(task.quality(FULL_BITS)) for task in spending]
+            n=[len(task.quality(FULL_BITS_ARM)) for task in spending]
         ),
         spending_alike=spending_alike.iloc[:, [0, 2, 3]],
         spending_chosen=spending_alike.iloc[-1, 1],
         spending_prices=[
-            arm for bits in h7.BUDGETS for arm in (f"{bits}/8", h7.paying_arm(bits))
+            arm
+            for bits in h7.BUDGETS
+            for arm in (f"{bits}/8", h7.reduced_gradient_arm(bits))
         ],
         stored={
             name: _stored_text(grids, stored_at_paper) for name, grids in GRIDS.items()
@@ -126,7 +128,7 @@ def pages() -> dict[Path, str]:
         price_table=prices.price_table,
         switches=h10.switches(switching),
         switching=h10.gains(switching).assign(
-            n=[len(task.quality(FULL_BITS)) for task in switching]
+            n=[len(task.quality(FULL_BITS_ARM)) for task in switching]
         ),
         switching_alike=h10.gains_by_evaluation(switching).iloc[:, [0, 2, 3]],
         tally=claims.tally,
@@ -222,7 +224,9 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     gains: dict[tuple[str, str], Estimate] = {}
     for dataset, rows in runs[runs["q_max"] == 8].groupby("dataset", sort=False):
         part = quality_of(rows)
-        level = levels.stated("static 8", [levels.reached(levels.full_bits(part))])
+        level = levels.level_text(
+            "static 8", [levels.quality_text(levels.full_bits(part))]
+        )
         title, num_seeds = with_titles(dataset.rstrip("/")), part["seed"].nunique()
         task = f"{title}, q_min {part['q_min'].iloc[0]}, n = {num_seeds}, {level}"
         quality = (
@@ -243,7 +247,7 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
         zip(gains, holm([gain.p() for gain in gains.values()]), strict=True)
     )
     cells = {
-        key: f"**{gain.shown()}**" if adjusted[key] < ALPHA else gain.shown()
+        key: f"**{gain.text()}**" if adjusted[key] < ALPHA else gain.text()
         for key, gain in gains.items()
     }
     tasks = dict.fromkeys(task for task, _ in gains)
@@ -259,14 +263,20 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
     """Return the questions with outcomes, effects, and outcomes if both sides are evaluated at equal bits."""
     lines = []
     for answer in answers:
-        outcome = answer.word.partition("; depends on the rule")[0]
+        outcome = answer.outcome.partition("; depends on the rule")[0]
         by_rule = dict(answer.by_rule)
         alike = [
             _outcome_alike(by_rule[rule], outcome) if rule in by_rule else "–"
             for rule in EVALUATION_RULES
         ]
         lines.append(
-            (answer.question, answer.asks, outcome, _primary_text(answer), *alike)
+            (
+                answer.question,
+                answer.question_text,
+                outcome,
+                _primary_text(answer),
+                *alike,
+            )
         )
     columns = ["", "question", "outcome", "primary effects, or the highest bounds"]
     columns += [
@@ -290,7 +300,7 @@ def _primary_text(answer: Answer) -> str:
         return "see below"
     if len(answer.primary) <= MAX_SHOWN_EFFECTS:
         return "; ".join(
-            f"{effect.what}: {effect.shown()}, n = {len(effect.values)}"
+            f"{effect.description}: {effect.text()}, n = {len(effect.values)}"
             for effect in answer.primary
         )
     highest: dict[str, float] = {}
@@ -364,7 +374,7 @@ def _tasks_by_grid(runs: pd.DataFrame) -> Iterable[TaskOfGrid]:
                 formats = "" if ladder == "affine" else f", {ladder} formats"
                 task = f"{model} on {with_titles(dataset.rstrip('/'))}{formats}, {_training_text(specs)}"
                 yield TaskOfGrid(
-                    grid, task, levels.of_experiment(rows), rows["seed"].nunique()
+                    grid, task, levels.experiment_level(rows), rows["seed"].nunique()
                 )
 
 
@@ -394,7 +404,7 @@ def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
 def _repeated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
     """Return pairs of committed effects and their replications with fresh seeds."""
     committed_effects = {
-        effect.what: effect for answer in answers for effect in answer.primary
+        effect.description: effect for answer in answers for effect in answer.primary
     }
     effect_pairs = []
     for effects in _fresh_seeds().values():

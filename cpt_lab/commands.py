@@ -534,12 +534,16 @@ def _verdict(grid: str) -> None:
     """Train a preregistered grid with fresh seeds and print whether each effect repeats."""
     import torch
 
-    from cpt_lab.analysis.preregistered import data_of, fresh, replicated_effects
+    from cpt_lab.analysis.preregistered import (
+        fresh_seed_specs,
+        grid_data,
+        replicated_effects,
+    )
     from cpt_lab.sweeps.sweep import run_grid
     from cpt_lab.tasks.base import load_task_class
 
-    specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"
-    for spec, checksum in data_of(grid):
+    specs, store = fresh_seed_specs(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"
+    for spec, checksum in grid_data(grid):
         local_checksum = load_task_class(spec)(spec, torch.device("cpu")).data.checksum
         if local_checksum != checksum:
             raise ValueError(
@@ -556,7 +560,7 @@ def _verdict(grid: str) -> None:
     effects = replicated_effects(grid, rows)
     for effect in effects:
         typer.echo(f"  {effect}")
-    if any(effect.word == "DIFFERS" for effect in effects):
+    if any(effect.outcome == "DIFFERS" for effect in effects):
         raise typer.Exit(1)
 
 
@@ -891,9 +895,9 @@ def claims_lines(
         yield from (f"    {line}" for line in entry.evidence() if evidence)
     yield "our own questions (docs/preregistration.md):"
     for a in answers:
-        yield f"{a.question}: {a.asks}\n  {a.word}"
+        yield f"{a.question}: {a.question_text}\n  {a.outcome}"
         if a.by_rule:
-            yield f"  {a.judged()}"
+            yield f"  {a.rules_text()}"
         yield from (
             f"    {effect}" for effect in (*a.primary, *a.secondary) if evidence
         )

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torchvision.ops import box_iou
 
-from cpt_lab.analysis.style import COLORS, SMALL, legend_below, subplots
+from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, legend_below, subplots
 from cpt_lab.data.detection import backbone_weights
 from cpt_lab.data.files import DataNotFoundError
 
@@ -115,5 +115,5 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
         ax.set_title(
             f"Average precision is the filled area: {average:.3f}", fontsize=10
         )
-        ax.legend(fontsize=SMALL, loc="lower left")
+        ax.legend(fontsize=SMALL_FONT_SIZE, loc="lower left")
     return figure

@@ -17,10 +17,10 @@ from cpt_extras.search.range_test_result import PrecisionRange
 from cpt_lab.analysis.effects import range_tests
 from cpt_lab.analysis.equal_cost import equal_cost
 from cpt_lab.analysis.estimates import Estimate
-from cpt_lab.analysis.preregistered import all_answers, in_margins, intervals
+from cpt_lab.analysis.preregistered import all_answers, interval_figure, margin_lines
 from cpt_lab.analysis.rendering import terminal
 from cpt_lab.analysis.run_table import committed
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, subplots
+from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, TEXT, subplots
 
 
 @cache
@@ -40,20 +40,20 @@ def static_or_cycle() -> Figure:
     names = [f"cost {cost}: {task}" for cost in ("0.55", "0.30") for task in tasks]
     unit = "cycle minus static precision of equal cost, in margins\n(grey: within one margin, 0.2 points or 2 %)"
     title = "At equal cost no cycle beats static precision, and cheap cycles lose"
-    return intervals(
-        in_margins([*effects[::2], *effects[1::2]], names), title, unit, band=1
+    return interval_figure(
+        margin_lines([*effects[::2], *effects[1::2]], names), title, unit, band=1
     )
 
 
 def noise_harms() -> Figure:
     """Draw H1: what twice the noise does to quality at one cost."""
-    lines = in_margins(
+    lines = margin_lines(
         _effects("H1"), ("graph of pages, GCN", "characters, LSTM"), "worse", "better"
     )
     unit = (
         "effect of twice the noise, in margins (grey: within one, 0.1 points or 1.6 %)"
     )
-    return intervals(
+    return interval_figure(
         lines, "At one cost, twice the noise makes a schedule worse", unit, band=1
     )
 
@@ -200,12 +200,12 @@ def bisection(
                 (x, y),
                 (5, 5),
                 textcoords="offset points",
-                fontsize=SMALL,
+                fontsize=SMALL_FONT_SIZE,
                 color=TEXT["small"],
             )
         ax.set_xscale("log", base=2)
         ax.set(xlabel="power of the profile", ylabel="relative cost", ylim=(0, 1.05))
-        ax.legend(fontsize=SMALL)
+        ax.legend(fontsize=SMALL_FONT_SIZE)
         figure.suptitle(
             "A larger power costs less, so that halving finds the budget", fontsize=11
         )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from reprlib import repr as short
 from typing import Any
 
-from cpt_lab.analysis.effects import LEAST_SEEDS
+from cpt_lab.analysis.effects import MIN_SEEDS
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.paths import results_dir
@@ -110,14 +110,14 @@ def compare(
     """Print paired differences, a value per seed, with their interval, and in words what may be said of them."""
     values = list(differences)
     few = (
-        f"fewer than {LEAST_SEEDS} seeds say nothing"
-        if len(values) < LEAST_SEEDS
+        f"fewer than {MIN_SEEDS} seeds say nothing"
+        if len(values) < MIN_SEEDS
         else "cannot be told from 0"
     )
     mean, low, high = interval(values)
     said = (
         few
-        if len(values) < LEAST_SEEDS or low <= 0 <= high
+        if len(values) < MIN_SEEDS or low <= 0 <= high
         else "above 0"
         if low > 0
         else "below 0"

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.quality_cost import paired_difference, runs_of
 from cpt_lab.analysis.statistics import by_seed, interval
-from cpt_lab.analysis.style import COLORS, SMALL, subplots
+from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, subplots
 
 
 def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
@@ -55,7 +55,9 @@ def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
             color=COLORS["static"],
             capsize=4,
         )
-        right.set_xticks([0, 0.5], ["each seed", "mean, 95 %"], fontsize=SMALL)
+        right.set_xticks(
+            [0, 0.5], ["each seed", "mean, 95 %"], fontsize=SMALL_FONT_SIZE
+        )
         right.set(
             xlim=(-0.4, 0.9), ylabel="points" if metric.factor == 100 else metric.label
         )

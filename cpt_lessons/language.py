@@ -5,7 +5,7 @@ from typing import cast
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cpt_lab.analysis.style import COLORS, QUIET, TEXT, subplots
+from cpt_lab.analysis.style import COLORS, MUTED_COLOR, TEXT, subplots
 from cpt_lab.data.text import batchify, load_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.registry import recipe
@@ -88,12 +88,15 @@ def lstm_step() -> Figure:
                 "shrinkB": 1,
             }
             ax.annotate(
-                "", stop, start, arrowprops={"arrowstyle": "->", "color": QUIET, **ends}
+                "",
+                stop,
+                start,
+                arrowprops={"arrowstyle": "->", "color": MUTED_COLOR, **ends},
             )
         ax.text(
             5.4, 0.55, "orange: rounded to $q_t$ bits", color=TEXT["large"], fontsize=9
         )
-        ax.text(5.4, 0.2, "grey: float32", color=QUIET, fontsize=9)
+        ax.text(5.4, 0.2, "grey: float32", color=MUTED_COLOR, fontsize=9)
         ax.set(xlim=(-0.2, 8.2), ylim=(0, 4.2))
         ax.set_title(
             "A step rounds what it multiplies, and the bias; the rest stays in float32",

@@ -7,7 +7,13 @@ from pathlib import Path
 import pandas as pd
 from IPython.display import DisplayHandle
 
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, integer_ticks, subplots
+from cpt_lab.analysis.style import (
+    COLORS,
+    SMALL_FONT_SIZE,
+    TEXT,
+    integer_ticks,
+    subplots,
+)
 from cpt_lab.experiments.spec import RunSpec, savings_of
 from cpt_lab.sweeps.sweep import run_grid
 
@@ -97,7 +103,7 @@ class Watched:
                     at,
                     arm,
                     color=color,
-                    fontsize=SMALL,
+                    fontsize=SMALL_FONT_SIZE,
                     va="center",
                     transform=loss.get_yaxis_transform(),
                 )

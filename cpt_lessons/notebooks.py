@@ -257,7 +257,7 @@ def reproduce(
     # what tells all that the index shows: what is known of pages, the rows of the scale, `cpt try`'s answer
     rows, answers = (
         (runs_dir() / scale).glob("*.jsonl"),
-        runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER}"),
+        runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER_FILE}"),
     )
     index, key = (
         folder / "index.key",

@@ -10,7 +10,7 @@ from cpt_lab.analysis.figure_data import experiments
 from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.quality_cost import paired_difference
 from cpt_lab.analysis.rendering import NotebookTable
-from cpt_lab.analysis.run_groups import AGGREGATIONS, at_q_max
+from cpt_lab.analysis.run_groups import AGGREGATION_NAMES, at_q_max
 from cpt_lessons.exercises import compare, in_band
 
 SCHEDULES_COMPARED = ("RR", "CR", "ER")  # of large, medium and small savings
@@ -121,7 +121,9 @@ def beside_static(runs: pd.DataFrame) -> None:
     metric = metric_named(metric_of(runs))
     unit = "points" if metric.factor == 100 else f"of {metric.name} (less is better)"
     for kind, part in runs.groupby("aggregation"):
-        prefix = f"{AGGREGATIONS[kind]}, " if runs.aggregation.nunique() > 1 else ""
+        prefix = (
+            f"{AGGREGATION_NAMES[kind]}, " if runs.aggregation.nunique() > 1 else ""
+        )
         cost = part.groupby("arm").relative_cost.first()
         static = cost[cost.index.str.fullmatch(r"static \d+")]
         for arm in (name for name in SCHEDULES_COMPARED if name in cost):

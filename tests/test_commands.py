@@ -17,7 +17,7 @@ from cpt_extras.optional_libraries import install_hint
 from cpt_lab.analysis import data_reports, precision_search_report, rendering
 from cpt_lab.analysis.claims import judge_claims
 from cpt_lab.analysis.preregistered import Answer
-from cpt_lab.analysis.run_table import TYPES, load, table
+from cpt_lab.analysis.run_table import COLUMN_TYPES, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.experiments.registry import recipe
@@ -471,7 +471,7 @@ def test_rows_of_a_grid_are_shown_and_written(command, place):
     )
     assert shown["CR"][1:4] == ["2", "0.631", f"{expected:.1f}"]
     frame = pd.read_csv(place / "rows.csv")
-    assert set(TYPES) <= set(frame)
+    assert set(COLUMN_TYPES) <= set(frame)
     assert (frame.arm.tolist(), frame.seed.tolist()) == (
         ["CR", "CR", "static 8", "static 8"],
         [0, 1, 0, 1],
@@ -824,8 +824,8 @@ def test_results_are_typed(tmp_path):
     assert load(tmp_path / "none.jsonl").dtypes.to_dict() == table([]).dtypes.to_dict()
     runs = load(DIGITS)
     assert (
-        runs.dtypes.drop([c for c in runs if c not in TYPES]).to_dict().keys()
-        == TYPES.keys()
+        runs.dtypes.drop([c for c in runs if c not in COLUMN_TYPES]).to_dict().keys()
+        == COLUMN_TYPES.keys()
     )
     assert {str(runs[c].dtype) for c in ("seed", "q_max", "steps")} == {"Int64"}
     assert runs.accuracy.between(0, 1).all()
@@ -968,7 +968,7 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr(
         "cpt_lab.analysis.preregistered.all_answers",
-        lambda runs: [Answer("H9", "Why?", word="open")],
+        lambda runs: [Answer("H9", "Why?", outcome="open")],
     )
     committed_words = (paper_dir() / "claims.txt").read_text().splitlines()[1:]
     assert command("claims")[1:] == ("\n".join(committed_words) + "\n", "")

@@ -308,7 +308,7 @@ def test_the_page_on_sweeps_prices_the_whole_paper():
     )  # "24 days"
 
 
-OUTCOMES = {  # the words of the rows; README and report.ANSWER rest on those of H2 and H7a
+OUTCOMES = {  # the words of the rows; README and report.HEADLINE rest on those of H2 and H7a
     "H1": "at one cost, noisier schedules are worse",
     "H2": "no schedule beats static by the margin; static is better in 3 of 6; alike within the margin in 3",
     "H3": "open",
@@ -367,7 +367,8 @@ def test_readme_says_what_was_learnt_in_one_sentence():
     assert learnt.count(". ") == 0
     assert "(docs/reproducing/questions.md)" in learnt
     assert (
-        "no cyclic schedule beat static bits of its cost by the margin" in report.ANSWER
+        "no cyclic schedule beat static bits of its cost by the margin"
+        in report.HEADLINE
     )
     assert not re.search(r"\bH\d", page("README.md"))
 

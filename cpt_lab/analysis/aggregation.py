@@ -1,17 +1,18 @@
-"""FP-Agg against Q-Agg: numbers, table, figure.  Paper: section 4.3, figure 5."""
+"""FP-Agg compared with Q-Agg: numbers, table, figure.  Paper: section 4.3, figure 5."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.captions import caption, warned
+from cpt_lab.analysis.captions import caption, with_smoke_warning
 from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.run_groups import (
-    AGGREGATIONS,
+    AGGREGATION_NAMES,
     aggregation_groups,
     with_unique_names,
 )
@@ -24,8 +25,8 @@ from cpt_lab.analysis.style import (
     write_caption,
 )
 
-MIN_SEEDS = 3  # fewer compare nothing
-COLORED = {"fp": COLORS["small"], "quantized": COLORS["large"]}
+MIN_SEEDS = 3  # with fewer seeds no comparison is made
+AGGREGATION_COLORS = {"fp": COLORS["small"], "quantized": COLORS["large"]}
 
 
 def aggregation_difference(
@@ -33,7 +34,7 @@ def aggregation_difference(
 ) -> pd.DataFrame:
     """Return metric(Q-Agg) - metric(FP-Agg) for every arm and seed that both have: columns arm, seed, difference.
 
-    Runs must belong to one recipe but for the aggregation.
+    All runs must belong to one recipe; only their aggregation may differ.
 
     Paper: section 4.3 (figure 5).
     """
@@ -47,42 +48,45 @@ def aggregation_difference(
         raise ValueError(
             f"rows of both aggregations are needed, there are: {', '.join(kinds) or 'none'}"
         )
-    found = {
+    differences_by_arm = {
         arm: paired(
-            part[part["aggregation"] == "quantized"],
-            part[part["aggregation"] == "fp"],
+            arm_runs[arm_runs["aggregation"] == "quantized"],
+            arm_runs[arm_runs["aggregation"] == "fp"],
             metric,
         )
-        for arm, part in runs.groupby("arm")
+        for arm, arm_runs in runs.groupby("arm")
     }
-    return pd.concat(found, names=["arm", "seed"]).rename("difference").reset_index()
+    return (
+        pd.concat(differences_by_arm, names=["arm", "seed"])
+        .rename("difference")
+        .reset_index()
+    )
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the differences of every arm for people, in points; runs as for ``aggregation_difference``."""
+    """Return a printable table of the differences of every arm, in points; runs as for ``aggregation_difference``."""
     points = (
         aggregation_difference(runs)
         .groupby("arm")["difference"]
         .agg(["mean", "std", "count"])
     )
+    stds = ["–" if np.isnan(std) else f"{100 * std:.2f}" for std in points["std"]]
+    num_diverged = runs.groupby("arm")["diverged"].sum().reindex(points.index)
     cells = {
         "model": runs["model"].iloc[0],
         "arm": points.index,
         "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
-        "std": [f"{100 * std:.2f}" if std == std else "–" for std in points["std"]],
+        "std": stds,
         "seeds": points["count"].to_numpy(),
-        "diverged": runs.groupby("arm")["diverged"]
-        .sum()
-        .reindex(points.index)
-        .to_numpy(),
+        "diverged": num_diverged.to_numpy(),
     }
     return pd.DataFrame(cells)
 
 
 def finding(runs: pd.DataFrame, bits: int = 8) -> str:
-    """Return in a sentence how Q-Agg compares with FP-Agg at a static precision, by seed.
+    """Return a sentence that compares Q-Agg with FP-Agg at a static precision, by seed.
 
-    They differ where the 95 % interval of the differences excludes 0; fewer than ``MIN_SEEDS`` seeds compare nothing.
+    They differ when the 95 % interval of the differences excludes 0; below ``MIN_SEEDS`` seeds no comparison is made.
     """
     differences = aggregation_difference(runs)
     points = 100 * differences[differences["arm"] == f"static {bits}"]["difference"]
@@ -95,7 +99,7 @@ def finding(runs: pd.DataFrame, bits: int = 8) -> str:
 
 
 def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
-    """Draw FP-Agg against Q-Agg: validation accuracy while training, and the paired difference of every seed.
+    """Draw the learning curves of FP-Agg and Q-Agg, and the paired difference of every seed.
 
     Args:
         runs: of one recipe with both aggregations.
@@ -108,35 +112,31 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
         _curves(axes[0, 0], runs, bits)
         _differences(axes[0, 1], aggregation_difference(runs))
         legend_below(figure, axes[0, 0])
-        set_finding(figure, warned(finding(runs, bits), runs))
+        set_finding(figure, with_smoke_warning(finding(runs, bits), runs))
         write_caption(figure, caption(runs))
     return figure
 
 
 def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
-    part = runs[runs["arm"] == f"static {bits}"]
-    for kind, color in COLORED.items():
-        name, mine = AGGREGATIONS[kind], part[part["aggregation"] == kind]
-        curves = [
-            [
-                (e["step"], 100 * e.get("valid", e["test"])["accuracy"])
-                for e in evaluations
-            ]
-            for evaluations in mine.loc[mine["status"] == "ok", "evaluations"]
-        ]
-        lost = int(mine["diverged"].sum())
-        label = f"{name}, static {bits} bits" + (
-            f" ({lost} of {len(mine)} diverged)" if lost else ""
-        )
-        if not curves and not lost:
+    arm_runs = runs[runs["arm"] == f"static {bits}"]
+    for kind, color in AGGREGATION_COLORS.items():
+        name = AGGREGATION_NAMES[kind]
+        kind_runs = arm_runs[arm_runs["aggregation"] == kind]
+        finished = kind_runs.loc[kind_runs["status"] == "ok", "evaluations"]
+        curves = [_learning_curve(evaluations) for evaluations in finished]
+
+        num_diverged = int(kind_runs["diverged"].sum())
+        label = f"{name}, static {bits} bits"
+        if num_diverged:
+            label += f" ({num_diverged} of {len(kind_runs)} diverged)"
+        if not curves and not num_diverged:
             raise ValueError(f"no finished run of static {bits} with {name}")
         if not curves:
             ax.plot([], [], color=color, label=label)
             continue
-        steps, values = (
-            np.array(curves[0])[:, 0],
-            np.array([[v for _, v in c] for c in curves]),
-        )
+
+        steps = np.array(curves[0])[:, 0]
+        values = np.array([[value for _, value in curve] for curve in curves])
         ax.plot(steps, values.mean(0), color=color, label=label, linewidth=1.4)
         ax.fill_between(
             steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0
@@ -144,10 +144,19 @@ def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
     ax.set(xlabel="training step", ylabel="validation accuracy (%)")
 
 
-def _differences(ax: Axes, found: pd.DataFrame) -> None:
-    arms = sorted(found["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
+def _learning_curve(evaluations: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return (step, accuracy in percent) of every evaluation, on validation nodes where there are some."""
+    return [
+        (e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in evaluations
+    ]
+
+
+def _differences(ax: Axes, differences: pd.DataFrame) -> None:
+    arms = sorted(
+        differences["arm"].unique(), key=lambda a: (not a.startswith("static"), a)
+    )
     for x, arm in enumerate(arms):
-        values = 100 * found[found["arm"] == arm]["difference"].to_numpy()
+        values = 100 * differences[differences["arm"] == arm]["difference"].to_numpy()
         ax.plot(
             np.full(len(values), x),
             values,
@@ -169,7 +178,7 @@ def _differences(ax: Axes, found: pd.DataFrame) -> None:
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield figure 5 for every recipe that was run with both aggregations at static q_max."""
+    """Yield figure 5 of every recipe that was run with both aggregations at static q_max."""
     for name, group in with_unique_names(aggregation_groups(runs)):
         heading, alt = f"Figure 5: {name}", "validation accuracy with FP-Agg and Q-Agg"
         yield Section(

@@ -1,9 +1,10 @@
-"""The tests of figure 3 and table 1 on CIFAR-10 copies, as ``docs/preregistration.md`` states them.  Needs no torch.
+"""Preregistered tests of figure 3 and table 1 on CIFAR-10 copies, as in ``docs/preregistration.md``.  No torch.
 
-The runs are those of the grids ``cifar10-jpeg/figure_3`` and ``cifar10-jpeg/table_1``. A test is evaluated when all
-runs that it needs are stored; until then its outcome says how many there are.
+``preregistered_tests`` evaluates the four primary tests on the runs of the grids ``cifar10-jpeg/figure_3`` and
+``cifar10-jpeg/table_1``; ``outcomes`` and ``summary`` put them into words. A test is evaluated when all runs that it
+needs are stored; until then its outcome is the number of stored runs.
 
-``slopes`` and ``gains_over_static`` take the runs of any experiment of quality against cost.
+``slopes`` and ``gains_over_static`` accept the runs of any experiment of quality against cost.
 """
 
 import math
@@ -24,7 +25,8 @@ from cpt_lab.experiments.spec import RunSpec
 
 FIGURE_3 = "cifar10-jpeg/figure_3"
 TABLE_1 = "cifar10-jpeg/table_1"
-MARGIN = 0.25  # points, per doubling of the cost for the slope: smaller effects are not worth naming
+# Points (for the slope: points per doubling of the cost). Smaller effects do not count.
+EFFECT_MARGIN = 0.25
 
 NO_DEFICIT = "no deficit, 3900"
 LONGEST_DEFICIT = "[0, 3900) of 7800"
@@ -34,38 +36,52 @@ LATE_WINDOW = "[975, 2925) of 3900"
 
 @dataclass(frozen=True)
 class PreregisteredTest:
-    """A primary test: what it asks, what the paper says of it, and its estimate once all its runs are there."""
+    """A primary test and its result.
+
+    Attributes:
+        name: such as "slope".
+        paper: the sign, or the number, that the paper reports.
+        estimate: the measured effect; None until all runs are stored.
+        num_stored: how many runs of the test are stored.
+        num_needed: how many runs the test needs.
+    """
 
     name: str
     paper: str
     estimate: Estimate | None
-    stored: int
-    needed: int
+    num_stored: int
+    num_needed: int
 
 
 def slopes(runs: pd.DataFrame) -> Estimate:
     """Return the rise of quality per doubling of the cost over the ten schedules, by seed.
 
-    The slope of a seed is that of the least-squares line of quality on log2 of the relative cost. Seeds that lack one
+    A seed's slope is that of the least-squares line of its quality over log2 of the relative cost. Seeds that lack one
     of the ten schedules are left out.
 
     Args:
         runs: of one recipe and one q_max, as ``runs.table`` returns them.
     """
     quality, cost = _quality_and_cost(runs)
-    wide = quality[[*SUITE]].dropna()
-    x = np.log2(cost[[*SUITE]].to_numpy(dtype=float))
-    values = [float(np.polyfit(x, seed, 1)[0]) for seed in wide.to_numpy(dtype=float)]
+    by_schedule = quality[[*SUITE]].dropna()
+    log_cost = np.log2(cost[[*SUITE]].to_numpy(dtype=float))
+    values = [
+        float(np.polyfit(log_cost, seed, 1)[0])
+        for seed in by_schedule.to_numpy(dtype=float)
+    ]
     return Estimate(
-        "quality per doubling of the cost", unit_of(runs), np.array(values), MARGIN
+        "quality per doubling of the cost",
+        unit_of(runs),
+        np.array(values),
+        EFFECT_MARGIN,
     )
 
 
 def gains_over_static(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return quality minus that of static precision of equal cost, seeds by schedules.
+    """Return the quality of schedules minus that of static precision at equal cost, seeds by schedules.
 
-    Static precision of a cost lies on the straight line, in relative cost, between the two static precisions next to
-    it. Seeds without a static precision are left out; a schedule that is not there has no column.
+    The quality of static precision at a cost is interpolated linearly between the two static precisions next to it.
+    Seeds that lack a static precision are left out; a schedule that did not run has no column.
 
     Args:
         runs: of one recipe and one q_max, as ``runs.table`` returns them.
@@ -94,27 +110,30 @@ def gains_over_static(runs: pd.DataFrame) -> pd.DataFrame:
 def _quality_and_cost(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
     """Return quality in printed units, seeds by arms, and the relative cost of every arm."""
     factor = metric_named(metric_of(runs)).factor
-    wide = quality_of(runs).pivot_table(
+    by_arm = quality_of(runs).pivot_table(
         index="seed", columns="arm", values="quality", aggfunc="first"
     )
-    return factor * wide, runs.groupby("arm")["relative_cost"].first()
+    return factor * by_arm, runs.groupby("arm")["relative_cost"].first()
 
 
 def paired_difference(runs: pd.DataFrame, a: str, b: str) -> Estimate:
     """Return the quality of arm ``a`` minus that of arm ``b``, by seed."""
     quality, _ = _quality_and_cost(runs)
     difference = (quality[a] - quality[b]).dropna().to_numpy(dtype=float)
-    return Estimate(f"{a} minus {b}", unit_of(runs), difference, MARGIN)
+    return Estimate(f"{a} minus {b}", unit_of(runs), difference, EFFECT_MARGIN)
 
 
 def _mean_gain(runs: pd.DataFrame) -> Estimate:
     gains = gains_over_static(runs).mean(axis=1).to_numpy(dtype=float)
     return Estimate(
-        "schedules minus static precision of equal cost", unit_of(runs), gains, MARGIN
+        "schedules minus static precision of equal cost",
+        unit_of(runs),
+        gains,
+        EFFECT_MARGIN,
     )
 
 
-def tests(runs: pd.DataFrame) -> list[PreregisteredTest]:
+def preregistered_tests(runs: pd.DataFrame) -> list[PreregisteredTest]:
     """Return the four primary tests, in the order of the preregistration.
 
     Args:
@@ -140,43 +159,42 @@ def _test(
 ) -> PreregisteredTest:
     keys = {spec.key for spec in specs}
     rows = runs[runs["key"].isin(keys)]
-    stored = rows["key"].nunique()
-    complete = stored == len(keys)
+    num_stored = rows["key"].nunique()
+    complete = num_stored == len(keys)
     return PreregisteredTest(
-        name, paper, estimate(rows) if complete else None, stored, len(keys)
+        name, paper, estimate(rows) if complete else None, num_stored, len(keys)
     )
 
 
-def outcomes(found: Sequence[PreregisteredTest]) -> list[str]:
+def outcomes(all_tests: Sequence[PreregisteredTest]) -> list[str]:
     """Return the outcome of every test in words, with Holm's correction over all of them.
 
-    A test whose runs are not complete counts as one that may still come.
+    A test with missing runs still counts in the correction.
     """
-    p = [test.estimate.p() if test.estimate else math.nan for test in found]
-    words = []
-    for test, adjusted in zip(found, holm(p), strict=True):
-        if test.estimate is None:
-            words.append(f"not complete: {test.stored} of {plural(test.needed, 'run')}")
-        elif adjusted < ALPHA:
-            words.append(
-                "as the paper says" if test.estimate.mean > 0 else "against the paper"
-            )
-        elif test.estimate.small:
-            words.append("no difference worth naming")
-        else:
-            words.append("inconclusive")
-    return words
+    p = [test.estimate.p() if test.estimate else math.nan for test in all_tests]
+    return [
+        _outcome(test, adjusted)
+        for test, adjusted in zip(all_tests, holm(p), strict=True)
+    ]
+
+
+def _outcome(test: PreregisteredTest, adjusted_p: float) -> str:
+    if test.estimate is None:
+        return f"not complete: {test.num_stored} of {plural(test.num_needed, 'run')}"
+    if adjusted_p < ALPHA:
+        return "as the paper says" if test.estimate.mean > 0 else "against the paper"
+    if test.estimate.small:
+        return "no difference worth naming"
+    return "inconclusive"
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the tests for people: what the paper says, the estimate with its 95 % interval, n, and the outcome."""
-    found = tests(runs)
+    """Return a printable table of the tests: the paper's result, the estimate with its 95 % interval, n, outcome."""
+    all_tests = preregistered_tests(runs)
     lines = []
-    for test, outcome in zip(found, outcomes(found), strict=True):
-        shown = test.estimate.shown() if test.estimate else "–"
+    for test, outcome in zip(all_tests, outcomes(all_tests), strict=True):
+        effect = test.estimate.text() if test.estimate else "–"
         seeds = len(test.estimate.values) if test.estimate else "–"
-        lines.append((test.name, test.paper, shown, seeds, outcome))
-    return pd.DataFrame(
-        lines,
-        columns=["preregistered test", "the paper says", "measured", "n", "outcome"],
-    )
+        lines.append((test.name, test.paper, effect, seeds, outcome))
+    columns = ["preregistered test", "the paper says", "measured", "n", "outcome"]
+    return pd.DataFrame(lines, columns=columns)

@@ -1,9 +1,14 @@
-"""Measures: functions that take the runs that a claim is about, and yield effects in its direction."""
+"""Measures of claims: functions from the runs that a claim is about to effects in the claim's direction.
+
+``MEASURES`` names them as ``data/paper/claims.csv`` does. Each yields one ``Effect`` per experiment;
+``computed_claims`` has the measures that need no runs.
+"""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -37,270 +42,288 @@ def _arms(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
 
 def _best_elsewhere(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The schedule that is best here minus the one that is best in other tasks, by its mean rank.
+    """Yield the best schedule of an experiment minus the schedule that is best in other tasks, by its mean rank.
 
-    Both are chosen on every second seed and compared on the others. An effect of 0 says that they are the same.
+    Both are chosen on every second seed and compared on the remaining seeds. An effect of 0 means that both are the
+    same schedule.
     """
-    parts = [
-        quality_of(part)
-        for part in run_groups.quality_cost_groups(runs)
-        if {*SUITE} <= {*part["arm"]}
+    groups = [
+        quality_of(group)
+        for group in run_groups.quality_cost_groups(runs)
+        if {*SUITE} <= {*group["arm"]}
     ]
-    chosen = [part["seed"].isin(sorted(set(part["seed"]))[::2]) for part in parts]
-    suites = [
-        part[mine & part["arm"].isin([*SUITE])]
-        for part, mine in zip(parts, chosen, strict=True)
-    ]
-    ranks = pd.DataFrame(
-        [suite.groupby("arm")["quality"].mean().rank() for suite in suites]
-    )
-    for i, (part, mine) in enumerate(zip(parts, chosen, strict=True)):
-        elsewhere = ranks[
-            [other["task"].iloc[0] != part["task"].iloc[0] for other in parts]
-        ]
-        if len(elsewhere) and not mine.all():
-            best, other = ranks.iloc[i].idxmax(), elsewhere.mean().idxmax()
-            yield from minus(
-                part[~mine], str(best), str(other), ", the best of other tasks"
-            )
+    selection_masks = []
+    mean_ranks = []
+    for group in groups:
+        selection_seeds = sorted(set(group["seed"]))[::2]
+        is_selection = group["seed"].isin(selection_seeds)
+        suite = group[is_selection & group["arm"].isin([*SUITE])]
+        selection_masks.append(is_selection)
+        mean_ranks.append(suite.groupby("arm")["quality"].mean().rank())
+    ranks = pd.DataFrame(mean_ranks)
+
+    for i, (group, is_selection) in enumerate(
+        zip(groups, selection_masks, strict=True)
+    ):
+        task = group["task"].iloc[0]
+        ranks_elsewhere = ranks[[other["task"].iloc[0] != task for other in groups]]
+        if len(ranks_elsewhere) and not is_selection.all():
+            best_here = str(ranks.iloc[i].idxmax())
+            best_elsewhere = str(ranks_elsewhere.mean().idxmax())
+            words = ", the best of other tasks"
+            yield from minus(group[~is_selection], best_here, best_elsewhere, words)
 
 
 def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """FP-Agg minus Q-Agg on validation nodes, as figure 5 has it, and on test nodes: both have to agree."""
+    """Yield FP-Agg minus Q-Agg on validation nodes, as in figure 5, and on test nodes; both have to agree."""
     for group in run_groups.aggregation_groups(runs[runs["q_max"] == 8]):
-        effects: tuple[Effect, ...] = ()
+        effects: list[Effect] = []
         for metric, words in (("valid", "validation"), ("accuracy", "test")):
-            gaps = -aggregation.aggregation_difference(group, metric)[
-                "difference"
-            ].dropna()
-            if (
-                len(gaps) or metric == "accuracy"
-            ):  # an experiment that shows nothing is said to show nothing
-                effects += (
-                    effect_of(
-                        group,
-                        gaps,
-                        f"FP-Agg minus Q-Agg at static 8 bits, {words} nodes",
-                    ),
-                )
-        yield replace(effects[0], others=effects[1:])
+            differences = aggregation.aggregation_difference(group, metric)
+            gaps = -differences["difference"].dropna()
+            # An experiment without any common seed still has an effect, on test nodes, that shows nothing.
+            if len(gaps) or metric == "accuracy":
+                comparison = f"FP-Agg minus Q-Agg at static 8 bits, {words} nodes"
+                effects.append(effect_of(group, gaps, comparison))
+        yield _with_controls(effects)
+
+
+def _with_controls(effects: Sequence[Effect]) -> Effect:
+    """Return the first effect, with the remaining ones as its further controls."""
+    return replace(effects[0], other_controls=tuple(effects[1:]))
 
 
 def _top_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Static training at its own q_max, gradients included, in one recipe: ``a`` minus ``b``."""
+    """Yield static training at q_max ``a`` minus that at ``b``, gradients included, within one recipe."""
     for group in run_groups.top_groups(runs):
         yield from minus(group, claim.a, claim.b, ", gradients too")
 
 
 def _gradient_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Static ``a`` with gradients of q_max 8 minus the same with its own bits, each evaluated at the bits of those."""
+    """Yield static ``a`` with 8-bit gradients minus static ``a`` with ``a``-bit gradients.
+
+    Each run is evaluated at the bits of its gradients.
+    """
     for group in run_groups.gradient_groups(runs, f"static {claim.a}"):
-        x, y = (
-            quality_of(group[group["q_grad"] == bits]) for bits in (8, int(claim.a))
-        )
-        what = f"static {claim.a}, 8-bit minus {claim.a}-bit gradients"
-        yield effect_of(group, statistics.paired(x, y, "quality"), what)
+        wide = quality_of(group[group["q_grad"] == 8])
+        narrow = quality_of(group[group["q_grad"] == int(claim.a)])
+        differences = statistics.paired(wide, narrow, "quality")
+        comparison = f"static {claim.a}, 8-bit minus {claim.a}-bit gradients"
+        yield effect_of(group, differences, comparison)
 
 
 def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Rank correlation of cost and quality; with ``a`` what a predictor's is more than that of cost."""
-    columns = (
-        ("difference", "difference_low", "difference_high")
-        if claim.a
-        else ("strength", "low", "high")
-    )
-    what = (
-        f"strength of {claim.a.replace('_', ' ')} minus that of cost"
-        if claim.a
-        else "rank correlation"
-    )
+    """Yield the rank correlation of cost and quality; with ``a``, that predictor's correlation minus that of cost."""
+    if claim.a:
+        columns = ["difference", "difference_low", "difference_high"]
+        comparison = f"strength of {claim.a.replace('_', ' ')} minus that of cost"
+    else:
+        columns = ["strength", "low", "high"]
+        comparison = "rank correlation"
     for group in run_groups.quality_cost_groups(runs):
 
         @cache
         def line(alpha: float, group: pd.DataFrame = group) -> pd.Series:
-            found = predictors.predictors(group, alpha=alpha).set_index("predictor")
-            return found.loc[claim.a or "relative_cost"]
+            by_predictor = predictors.predictors(group, alpha=alpha)
+            return by_predictor.set_index("predictor").loc[claim.a or "relative_cost"]
 
-        def at(alpha: float, line: Callable[[float], pd.Series] = line) -> Interval:
-            mean, low, high = line(alpha)[list(columns)]
+        def interval_at(
+            alpha: float, line: Callable[[float], pd.Series] = line
+        ) -> Interval:
+            mean, low, high = line(alpha)[columns]
             return mean, low, high
 
         try:
             first = line(statistics.ALPHA)
         except ValueError:  # too few arms or seeds
             continue
-        yield effect_at(group, at, int(first.seeds), f"{what} over {first.arms} arms")
+        over_arms = f"{comparison} over {first.arms} arms"
+        yield effect_at(group, interval_at, int(first.seeds), over_arms)
 
 
 def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The longest deficit at the start against two trainings without one, which have to agree.
+    """Yield the loss by the longest deficit at the start against two trainings without one, which have to agree.
 
-    Lasting damage shows against both: worse than the normal training alone (else low steps are worth less than good
-    ones, but harm nothing), and worse than training of the same length at q_max (else it is the length that harms).
+    Lasting damage shows against both: worse than the normal training alone (otherwise low steps are worth less than
+    good ones, but do no harm), and worse than training of the same length at q_max (otherwise the length does harm).
     """
     for group, deficits, clean in _lengths(runs):
         longest = deficits.iloc[-1]
-        effects: tuple[Effect, ...] = ()
-        for r in clean[
-            clean.total.isin([longest.total, clean.total.min()])
-        ].itertuples():
-            what = f"{r.total} steps at q_max minus a deficit of {longest.stop} of {longest.total} steps"
-            effects += (
-                arm_minus(
-                    group, (r.arm, r.recipe), (longest.arm, longest.recipe), what
-                ),
+        lengths = [longest.total, clean.total.min()]
+        effects = []
+        for control in clean[clean.total.isin(lengths)].itertuples():
+            comparison = (
+                f"{control.total} steps at q_max minus a deficit of {longest.stop} "
+                f"of {longest.total} steps"
             )
+            effects.append(_arm_difference(group, control, longest, comparison))
         if effects:
-            yield replace(effects[0], others=effects[1:])
+            yield _with_controls(effects)
+
+
+def _arm_difference(
+    runs: pd.DataFrame, first: Any, second: Any, comparison: str
+) -> Effect:
+    """Return the effect of one arm of ``critical_periods.deficits`` minus another, each in its own recipe."""
+    return arm_minus(
+        runs, (first.arm, first.recipe), (second.arm, second.recipe), comparison
+    )
 
 
 def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The earliest window against the latest one that leaves some time after it.
+    """Yield the loss by the earliest window minus that by the latest one with some training after it.
 
-    Where windows have as much time after them, at three dates or more, the line through their losses counts, under each
-    decay of the learning rate: a late window of a training of fixed length has less time to recover.
+    A late window of a training of fixed length has less time to recover. For windows with equal time after them, at
+    three dates or more, the effect is the slope of the line through their losses, under each learning-rate decay.
     """
     for group in run_groups.deficit_groups(runs):
-        found = critical_periods.deficits(group)
-        inner = found[
-            (found.experiment == "window") & found.place.isin(["start", "inside"])
-        ].sort_values("start")
+        inner = _inner_windows(critical_periods.deficits(group)).sort_values("start")
         if len(inner) > 1 and inner.start.iloc[0] == 0:
             first, last = inner.iloc[0], inner.iloc[-1]
-            what = f"window {last.arm} minus {first.arm}"
             yield arm_minus(
-                group, (last.arm, first.recipe), (first.arm, first.recipe), what
+                group,
+                (last.arm, first.recipe),
+                (first.arm, first.recipe),
+                f"window {last.arm} minus {first.arm}",
             )
     for group in deficit_dates.dated_groups(runs):
-        for decay, part in deficit_dates.at_equal_recovery(deficit_dates.costs(group)):
+        costs = deficit_dates.costs(group)
+        for decay, part in deficit_dates.at_equal_recovery(costs):
             dates, recovery = part["start"].nunique(), part["recovery"].iloc[0]
-            what = f"loss at the earliest minus at the latest of {dates} dates, {recovery} steps after each"
-            same_decay = group[group["decay"] == decay]
-            effect = effect_of(
-                same_decay,
-                -deficit_dates.slopes(part),
-                f"{what}, {decay} learning rate",
+            comparison = (
+                f"loss at the earliest minus at the latest of {dates} dates, "
+                f"{recovery} steps after each, {decay} learning rate"
             )
+            same_decay = group[group["decay"] == decay]
+            effect = effect_of(same_decay, -deficit_dates.slopes(part), comparison)
             yield replace(effect, bits=f"{effect.bits}, {decay} learning rate")
 
 
+def _inner_windows(arms: pd.DataFrame) -> pd.DataFrame:
+    """Return the windows of ``critical_periods.deficits`` that do not lie at the end of training."""
+    is_inner = (arms.experiment == "window") & arms.place.isin(["start", "inside"])
+    return arms[is_inner]
+
+
 def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The latest window that leaves some time after it against one of the same length at the end."""
+    """Yield the latest window with some training after it minus one of equal length at the end."""
     for group in run_groups.deficit_groups(runs):
-        found = critical_periods.deficits(group)
-        windows = (
-            found[found.experiment == "window"].sort_values("start").set_index("place")
-        )
-        if {"inside", "end"} <= set(windows.index):
-            before, last = (
-                windows.loc[["inside"]].iloc[-1],
-                windows.loc[["end"]].iloc[-1],
-            )
-            if before.stop - before.start == last.stop - last.start:
-                what = f"window {before.arm} minus {last.arm}"
-                yield arm_minus(
-                    group, (before.arm, before.recipe), (last.arm, last.recipe), what
-                )
+        arms = critical_periods.deficits(group)
+        windows = arms[arms.experiment == "window"].sort_values("start")
+        windows = windows.set_index("place")
+        if not {"inside", "end"} <= set(windows.index):
+            continue
+
+        before = windows.loc[["inside"]].iloc[-1]
+        last = windows.loc[["end"]].iloc[-1]
+        if before.stop - before.start == last.stop - last.start:
+            comparison = f"window {before.arm} minus {last.arm}"
+            yield _arm_difference(group, before, last, comparison)
 
 
 def _deficit_slope(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Over windows of low precision: what each costs, and what the clean training gains from its start to its end.
+    """Yield the rank correlation, by seed, of a window's cost with the gain of clean training during that window.
 
-    The rank correlation of both, by seed. What training gains before its first evaluation is not known.
+    The gain of training before its first evaluation is unknown.
     """
     for group in run_groups.deficit_groups(runs):
-        found, name = critical_periods.deficits(group), metric_of(group)
-        inner = found[
-            (found.experiment == "window") & found.place.isin(["start", "inside"])
-        ]
+        name = metric_of(group)
+        inner = _inner_windows(critical_periods.deficits(group))
         for recipe, windows in inner.groupby("recipe"):
-            mine = group[group["recipe"] == recipe]
-            clean, gains = mine[mine["stop"] == 0].set_index("seed"), {}
+            recipe_runs = group[group["recipe"] == recipe]
+            clean = recipe_runs[recipe_runs["stop"] == 0].set_index("seed")
+            gains = {}
             for seed, evaluations in clean["evaluations"].items():
-                at, of = zip(
-                    *((e["step"], e["test"][name]) for e in evaluations), strict=True
-                )
-                gains[seed] = np.interp(windows.stop, at, of) - np.interp(
-                    windows.start, at, of
-                )
-            costs = mine.pivot(index="seed", columns="arm", values=name)[
-                windows.arm
-            ].rsub(clean[name], axis=0)
-            rho = costs.corrwith(
-                pd.DataFrame(gains, windows.arm).T, axis=1, method="spearman"
-            ).dropna()
-            what = f"rank correlation over {len(windows)} windows"
-            yield effect_at(mine, partial(statistics.interval, rho), len(rho), what)
+                steps = [evaluation["step"] for evaluation in evaluations]
+                values = [evaluation["test"][name] for evaluation in evaluations]
+                at_stop = np.interp(windows.stop, steps, values)
+                at_start = np.interp(windows.start, steps, values)
+                gains[seed] = at_stop - at_start
 
-
-def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The longest deficit at the start against the next shorter one."""
-    for group, deficits, _ in _lengths(runs):
-        if len(deficits) > 1:
-            shorter, longest = deficits.iloc[-2], deficits.iloc[-1]
-            what = f"a deficit of {longest.stop} minus one of {shorter.stop} steps"
-            yield arm_minus(
-                group,
-                (longest.arm, longest.recipe),
-                (shorter.arm, shorter.recipe),
-                what,
+            by_arm = recipe_runs.pivot(index="seed", columns="arm", values=name)
+            costs = by_arm[windows.arm].rsub(clean[name], axis=0)
+            gains_by_seed = pd.DataFrame(gains, windows.arm).T
+            correlations = costs.corrwith(gains_by_seed, axis=1, method="spearman")
+            correlations = correlations.dropna()
+            yield effect_at(
+                recipe_runs,
+                partial(statistics.interval, correlations),
+                len(correlations),
+                f"rank correlation over {len(windows)} windows",
             )
 
 
+def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """Yield the longest deficit at the start minus the next shorter one."""
+    for group, deficits, _ in _lengths(runs):
+        if len(deficits) > 1:
+            shorter, longest = deficits.iloc[-2], deficits.iloc[-1]
+            comparison = (
+                f"a deficit of {longest.stop} minus one of {shorter.stop} steps"
+            )
+            yield _arm_difference(group, longest, shorter, comparison)
+
+
 def _deficit_short(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The shortest deficit at the start against the training that comes after it, alone."""
+    """Yield the shortest deficit at the start minus the normal training without a deficit."""
     for group, deficits, clean in _lengths(runs):
         shortest, normal = deficits.iloc[0], clean.iloc[0]
-        what = f"a deficit of {shortest.stop} minus none, then {normal.total} steps"
-        yield arm_minus(
-            group, (shortest.arm, shortest.recipe), (normal.arm, normal.recipe), what
+        comparison = (
+            f"a deficit of {shortest.stop} minus none, then {normal.total} steps"
         )
+        yield _arm_difference(group, shortest, normal, comparison)
 
 
 def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """What the longest deficit at the start costs, against equal length, under two decays of the learning rate.
+    """Yield the cost of the longest deficit at the start under one learning-rate decay minus that under another.
 
-    All pairs of decays have to agree.
+    The cost is the loss against training of equal length. All pairs of decays have to agree.
     """
     for group in deficit_dates.dated_groups(runs):
-        effects: tuple[Effect, ...] = ()
-        for one, other, where, differences in deficit_dates.start_differences(
-            deficit_dates.costs(group)
-        ):
-            stop, total = where["stop"].iloc[0], where["total"].iloc[0]
-            alike = group["decay"].isin([one, other]) & (group["total_steps"] == total)
-            compared = group[
-                alike & group["stop"].isin([0, stop]) & (group["start"] == 0)
+        effects = []
+        for pair in deficit_dates.start_differences(deficit_dates.costs(group)):
+            decays = [pair.first_decay, pair.second_decay]
+            same_length = group["total_steps"] == pair.total
+            same_deficit = group["stop"].isin([0, pair.stop]) & (group["start"] == 0)
+            compared_runs = group[
+                group["decay"].isin(decays) & same_length & same_deficit
             ]
-            what = f"cost of a deficit of {stop} of {total} steps, {one} minus {other} learning rate"
-            effects += (effect_of(compared, differences, what),)
+            comparison = (
+                f"cost of a deficit of {pair.stop} of {pair.total} steps, "
+                f"{' minus '.join(decays)} learning rate"
+            )
+            effects.append(effect_of(compared_runs, pair.differences, comparison))
         if effects:
-            yield replace(effects[0], others=effects[1:])
+            yield _with_controls(effects)
 
 
-def _lengths(
-    runs: pd.DataFrame,
-) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]]:
-    """Experiments with deficits at the start, those by length, and trainings without one by length."""
+class _DeficitLengths(NamedTuple):
+    """An experiment with deficits at the start of training."""
+
+    runs: pd.DataFrame
+    deficits: pd.DataFrame  # arms with a deficit at the start, the shortest first
+    clean: pd.DataFrame  # arms without a deficit, the shortest training first
+
+
+def _lengths(runs: pd.DataFrame) -> Iterator[_DeficitLengths]:
+    """Yield the experiments that have deficits at the start and trainings without a deficit."""
     for group in run_groups.deficit_groups(runs):
-        found = critical_periods.deficits(group)
-        found = found[found.experiment == "length"]
-        deficits, clean = (
-            found[found.place == "start"].sort_values("stop"),
-            found[found.place == "none"],
-        )
+        arms = critical_periods.deficits(group)
+        arms = arms[arms.experiment == "length"]
+        deficits = arms[arms.place == "start"].sort_values("stop")
+        clean = arms[arms.place == "none"]
         if len(deficits) and len(clean):
-            yield group, deficits, clean.sort_values("total")
+            yield _DeficitLengths(group, deficits, clean.sort_values("total"))
 
 
 def _cycles(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The same schedules with ``a`` and with ``b`` cycles, in recipes that differ in nothing else."""
+    """Yield the schedules with ``a`` cycles minus those with ``b`` cycles, all else being equal."""
     for group in run_groups.cycle_groups(runs):
         yield from _varied(group, claim, "n_cycles", "cycles")
 
 
 def _fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Static q_max with ``a`` and with ``b`` sampled neighbours, in recipes that differ in nothing else."""
+    """Yield static q_max with ``a`` sampled neighbours minus that with ``b``, all else being equal."""
     for group in run_groups.fanout_groups(runs):
         yield from _varied(group, claim, "fanout", "neighbours")
 
@@ -308,29 +331,40 @@ def _fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def _varied(
     runs: pd.DataFrame, claim: Claim, column: str, words: str
 ) -> Iterator[Effect]:
-    sides = [quality_of(runs[runs[column] == int(n)]) for n in (claim.a, claim.b)]
-    arms = sorted(set(sides[0]["arm"]) & set(sides[1]["arm"]))
-    if arms:
-        x, y = (side[side["arm"].isin(arms)] for side in sides)
-        what = f"{claim.a} minus {claim.b} {words} of {', '.join(arms)}"
-        yield effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)
+    """Yield the runs whose ``column`` has value ``claim.a`` minus those with ``claim.b``, over their common arms."""
+    first = quality_of(runs[runs[column] == int(claim.a)])
+    second = quality_of(runs[runs[column] == int(claim.b)])
+    arms = sorted(set(first["arm"]) & set(second["arm"]))
+    if not arms:
+        return
+
+    first = first[first["arm"].isin(arms)]
+    second = second[second["arm"].isin(arms)]
+    differences = statistics.paired(first, second, "quality")
+    comparison = f"{claim.a} minus {claim.b} {words} of {', '.join(arms)}"
+    yield effect_of(pd.concat([first, second]), differences, comparison)
 
 
 def _aggregation_fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """What Q-Agg loses with ``a`` sampled neighbours more than with ``b``."""
+    """Yield the loss by Q-Agg with ``a`` sampled neighbours minus that with ``b``."""
     for group in run_groups.fanout_groups(runs, aggregations=True):
         parts = [group[group["fanout"] == int(n)] for n in (claim.a, claim.b)]
-        if all(part["aggregation"].nunique() == 2 for part in parts):
-            x, y = (
-                aggregation.aggregation_difference(part).set_index("seed")["difference"]
-                for part in parts
-            )
-            what = f"FP-Agg minus Q-Agg, with {claim.a} minus with {claim.b} neighbours"
-            yield effect_of(pd.concat(parts), (y - x).dropna(), what)
+        if any(part["aggregation"].nunique() != 2 for part in parts):
+            continue
+
+        gains = []
+        for part in parts:
+            differences = aggregation.aggregation_difference(part)
+            gains.append(differences.set_index("seed")["difference"])
+        losses = (gains[1] - gains[0]).dropna()
+        comparison = (
+            f"FP-Agg minus Q-Agg, with {claim.a} minus with {claim.b} neighbours"
+        )
+        yield effect_of(pd.concat(parts), losses, comparison)
 
 
 def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """A delayed RR against RR of the same cost."""
+    """Yield a delayed RR minus RR of equal cost."""
     for group in run_groups.equal_cost_groups(runs):
         for arm in group["arm"].unique():
             base = re.fullmatch(r"(RR.*) delayed [\d.]+ %", arm)
@@ -338,7 +372,8 @@ def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
                 yield from minus(group, arm, base[1], ", at one cost")
 
 
-BOTH_AGGREGATIONS = ("aggregation", "aggregation_fanout")  # measures that compare them
+# measures that compare both aggregations
+BOTH_AGGREGATIONS = ("aggregation", "aggregation_fanout")
 
 MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     measure.__name__.lstrip("_"): measure

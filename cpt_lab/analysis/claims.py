@@ -1,36 +1,38 @@
-"""The claims of the paper, and what the runs at hand say about them. No verdict is typed by hand; the rules stand here.
+"""Claims of the paper, judged by written rules from the stored runs.
 
-``data/paper/claims.csv`` names for every claim a *measure*, a function of ``MEASURES`` that takes runs and returns
-effects in the claim's direction, and a *test*, which turns the interval of an effect into a word (``verdict``):
+``data/paper/claims.csv`` names for every claim a *measure*, a function of ``MEASURES`` that turns runs into effects
+in the claim's direction, and a *test*, which turns the interval of an effect into a verdict (``verdict``):
 
 - ``more``: *confirmed* when the interval lies above 0 and reaches the margin; *smaller than claimed* when it lies below
   the margin, but not below 0; *contradicted* when it lies below 0.
 - ``no_worse``: confirmed when it lies above minus the margin, contradicted when it lies below it.
 - ``equal``: confirmed inside +- margin, contradicted outside of it.
-- ``correlation``, ``majority``: as ``more``, of a rank correlation; ``predictor``: of what one is stronger than that of
-  cost.
+- ``correlation``, ``majority``: as ``more``, for a rank correlation; ``predictor``: for the strength of a predictor
+  minus that of cost.
 - ``exact``: confirmed or contradicted by computation.
 
-Anything else is *open*, and so is an effect of fewer than three seeds; the arms of a correlation are no seeds.
+Anything else is *open* (inconclusive), and so is an effect of fewer than three seeds. The arms of a correlation do not
+count as seeds.
 
 - Runs that diverged count, with the worst value of their task; an arm that diverges everywhere has lost. A seed at
-  which both sides diverged compares nothing. Runs that failed for a reason outside of them are missing until they are
-  run again (``runs.table``).
+  which both sides diverged is left out. Runs that failed for an external reason are missing until they are run again
+  (``run_table.table``).
 - Intervals hold 95 %: Student's t of differences paired by seed, in points of the metric (percent of the perplexity);
-  for correlations the percentiles of a bootstrap over seeds and arms. A test at level alpha asks what the interval of
-  1 - alpha says; there are no other p-values.
-- An effect against two controls has the word on which both agree. Where they decide differently it is *mixed*.
-- The experiments of one claim, those at paper scale and the smaller ones, are tested together, by Holm's step-down
-  (``holm``): of m experiments a word stands when the interval of 1 - 0.05 / m says it too, then of those left.
-- Over its experiments a claim has the word of those that decide, and is *mixed* where they disagree. A correlation is
-  claimed for every domain: all experiments have to confirm it; ``majority`` asks for more than half of the tasks, and
-  for three. A better predictor needs two domains.
-- Smaller scales settle no claim of the paper. They have words of their own (``SMALLER_SCALES``), which say no more than
-  the rows do: the same sign on this task at this q_min with n seeds.
-- Preregistered runs are pooled with no others. Two claims, on the date and on the decay of deficits, have an experiment
-  of their own there (``deficit_dates``), whose effects the preregistration calls secondary.
-- ``since`` is when a rule was changed last. Entries are marked where rows that they rest on were there before: who
-  changed the rule could have known them. ``rules.fingerprint`` tells when a line needs a new date.
+  for correlations the percentiles of a bootstrap over seeds and arms. A test at level alpha uses the interval of
+  1 - alpha; there are no other p-values.
+- An effect against two controls has the verdict on which both agree. If they decide differently it is *mixed*.
+- The experiments of one claim are tested together, those at paper scale apart from the smaller ones, by Holm's
+  step-down (``holm``): of m experiments a verdict is significant when the interval of 1 - 0.05 / m has it too, and so
+  on for the remaining experiments.
+- Over its experiments a claim has the verdict of those that decide, and is *mixed* if they disagree. A correlation is
+  claimed for every domain, so all experiments have to confirm it; ``majority`` needs more than half of the tasks, and
+  at least three. A better predictor needs two domains.
+- Smaller scales settle no claim of the paper. They have verdicts of their own (``SMALLER_SCALES``), which claim no more
+  than the rows show: the same sign on this task at this q_min with n seeds.
+- Preregistered runs are not pooled with other runs. Two claims, on the date and on the decay of deficits, have an
+  experiment of their own there (``deficit_dates``), whose effects the preregistration calls secondary.
+- ``since`` is the time at which a rule was changed last. Entries are marked if their rows are older: whoever changed
+  the rule could have known these rows. ``bench.date_claim_rules`` tells when a line needs a new date.
 
 >>> verdict("more", 0.0, (1.2, 0.4, 2.0), n=5)
 'confirmed'
@@ -41,14 +43,14 @@ Anything else is *open*, and so is an effect of fewer than three seeds; the arms
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import pandas as pd
 
 from cpt_core.validation import check_choice
 from cpt_lab.analysis import levels, run_groups
 from cpt_lab.analysis.claim_measures import BOTH_AGGREGATIONS, MEASURES
-from cpt_lab.analysis.effects import LEAST_SEEDS, Claim, Effect, Interval
+from cpt_lab.analysis.effects import MIN_SEEDS, Claim, Effect, Interval
 from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import ALPHA
@@ -58,7 +60,7 @@ from cpt_lab.paths import paper_dir
 
 CONFIRMED, SMALLER, CONTRADICTED = "confirmed", "smaller than claimed", "contradicted"
 MIXED, OPEN = "mixed", "open"
-# what smaller scales say instead of confirmed and contradicted
+# test -> the verdicts of smaller scales in place of confirmed and contradicted
 SMALLER_SCALES = {
     "more": ("same sign", "opposite sign"),
     "no_worse": ("no worse", "worse"),
@@ -68,312 +70,351 @@ SMALLER_SCALES = {
     "predictor": ("better predictor", "worse predictor"),
 }
 TESTS = (*SMALLER_SCALES, "exact")
-ASKED_TOO = (
-    "deficit_decay",
-    "deficit_window",
-)  # measures that read preregistered runs, see ``deficit_dates``
-UNREAD = (  # columns that no claim is about
+# measures that also read preregistered runs, see ``deficit_dates``
+PREREGISTERED_MEASURES = ("deficit_decay", "deficit_window")
+# pattern of the columns that no claim reads
+UNUSED_COLUMNS = (
     r".*_(current|best_valid|best_test|degree\d+)|commit|device|error|torch|dirty|data_checksum|seconds|"
     r"(first|last)_loss|learning_rates|bitops_per_op|map|map50_11point"
 )
 
 
 def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
-    """Return the word for one effect over n seeds; the rules are those of the module's docstring."""
+    """Return the verdict on one effect over n seeds, by the rules in the module's docstring."""
     mean, low, high = effect
     if check_choice("test", test, TESTS) == "exact":
         return CONFIRMED if mean > 0 else CONTRADICTED
-    if n < LEAST_SEEDS or not (low <= mean <= high):
+    if n < MIN_SEEDS or not (low <= mean <= high):
         return OPEN
-    if test in ("more", "correlation", "majority", "predictor"):
-        return (
-            CONTRADICTED
-            if high < 0
-            else SMALLER
-            if high < margin
-            else CONFIRMED
-            if low > 0
-            else OPEN
-        )
     if test == "no_worse":
-        return CONFIRMED if low > -margin else CONTRADICTED if high < -margin else OPEN
-    inside, outside = -margin < low and high < margin, low > margin or high < -margin
-    return CONFIRMED if inside else CONTRADICTED if outside else OPEN
+        return _no_worse_verdict(margin, low, high)
+    if test == "equal":
+        return _equal_verdict(margin, low, high)
+    return _more_verdict(margin, low, high)
+
+
+def _more_verdict(margin: float, low: float, high: float) -> str:
+    if high < 0:
+        return CONTRADICTED
+    if high < margin:
+        return SMALLER
+    return CONFIRMED if low > 0 else OPEN
+
+
+def _no_worse_verdict(margin: float, low: float, high: float) -> str:
+    if low > -margin:
+        return CONFIRMED
+    return CONTRADICTED if high < -margin else OPEN
+
+
+def _equal_verdict(margin: float, low: float, high: float) -> str:
+    if -margin < low and high < margin:
+        return CONFIRMED
+    is_outside = low > margin or high < -margin
+    return CONTRADICTED if is_outside else OPEN
 
 
 def effect_verdict(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
-    """Return the word for one effect by itself, against all of its controls."""
-    words = {
-        verdict(claim.test, claim.margin, e.at(alpha), e.n)
-        for e in (effect, *effect.others)
+    """Return the verdict on one effect at a level, before Holm's correction, against all of its controls."""
+    verdicts = {
+        verdict(claim.test, claim.margin, e.interval_at(alpha), e.n)
+        for e in (effect, *effect.other_controls)
     }
-    return words.pop() if len(words) == 1 else OPEN if OPEN in words else MIXED
+    if len(verdicts) == 1:
+        return verdicts.pop()
+    return OPEN if OPEN in verdicts else MIXED
 
 
-def holm(words: Sequence[Callable[[float], str]]) -> list[str]:
-    """Return the words that stand of several experiments, each given as a function of the level that it is tested at.
+def holm(tests: Sequence[Callable[[float], str]]) -> list[str]:
+    """Return the verdicts of several experiments after Holm's correction.
 
-    The least level at which an experiment says its word is its p-value: the smallest has to be below alpha / m, the
-    next one below alpha / (m - 1), and so on until one is not.
+    The smallest level at which an experiment has its verdict is its p-value: the smallest p-value has to be below
+    alpha / m, the next one below alpha / (m - 1), and so on until one is not.
+
+    Args:
+        tests: one function per experiment, from the level of the test to the verdict.
     """
-    alone, stands = [word(ALPHA) for word in words], [OPEN] * len(words)
-    left = set(range(len(words)))
-    while passed := {
-        i for i in left if alone[i] != OPEN and words[i](ALPHA / len(left)) == alone[i]
-    }:
+    uncorrected = [test(ALPHA) for test in tests]
+    corrected = [OPEN] * len(tests)
+    remaining = {i for i in range(len(tests)) if uncorrected[i] != OPEN}
+    num_tests = len(tests)
+    while True:
+        level = ALPHA / max(1, num_tests)
+        passed = {i for i in remaining if tests[i](level) == uncorrected[i]}
+        if not passed:
+            return corrected
         for i in passed:
-            stands[i] = alone[i]
-        left -= passed
-    return stands
+            corrected[i] = uncorrected[i]
+        remaining -= passed
+        num_tests -= len(passed)
 
 
 def combined(votes: Iterable[tuple[str, str]], test: str = "more") -> str:
-    """Return the word of several experiments of one scale, given as (task, word), by the rule of the test."""
+    """Return the verdict over several experiments of one scale, given as (task, verdict), by the rule of the test."""
     votes = list(votes)
-    found = {v for _, v in votes}
-    decided = found - {OPEN}
     if test == "majority":
         return _majority(votes)
+
+    verdicts = {verdict for _, verdict in votes}
+    decided = verdicts - {OPEN}
     if len(decided) != 1:
         return MIXED if decided else OPEN
-    if test == "correlation" and found == {CONFIRMED, OPEN}:
+    if test == "correlation" and verdicts == {CONFIRMED, OPEN}:
         return OPEN
-    if test == "predictor" and len({task for task, v in votes if v != OPEN}) < 2:
+    decided_tasks = {task for task, verdict in votes if verdict != OPEN}
+    if test == "predictor" and len(decided_tasks) < 2:
         return OPEN
     return decided.pop()
 
 
 def _majority(votes: list[tuple[str, str]]) -> str:
-    """The word of more than half of the tasks, at least three; a task has the word of its experiments that decide.
+    """Return the verdict of more than half of the tasks, of which there have to be at least three.
+
+    A task has the verdict of its experiments that decide, if these agree.
 
     Differs: that cost and quality are correlated in the majority of domains (section 4.5) stands beside sections 4.2 to
         4.4, by which schedules are alike on Pascal VOC and OGBN-Products, and cheap ones better on Penn Treebank.
     """
-    of = {task: {v for t, v in votes if t == task} - {OPEN} for task, _ in votes}
-    words = [word for found in of.values() if len(found) == 1 for word in found]
-    most = [
-        word for word in (CONFIRMED, CONTRADICTED) if words.count(word) > len(of) / 2
+    decided_by_task: dict[str, set[str]] = {task: set() for task, _ in votes}
+    for task, verdict in votes:
+        if verdict != OPEN:
+            decided_by_task[task].add(verdict)
+    task_verdicts = [
+        verdict
+        for decided in decided_by_task.values()
+        if len(decided) == 1
+        for verdict in decided
     ]
-    return most[0] if most and len(of) > 2 else OPEN
+
+    num_tasks = len(decided_by_task)
+    if num_tasks < 3:
+        return OPEN
+    for verdict in (CONFIRMED, CONTRADICTED):
+        if task_verdicts.count(verdict) > num_tasks / 2:
+            return verdict
+    return OPEN
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim with every effect that the runs show, and the word for each that stands."""
+    """A claim with all its effects, each with its verdict after Holm's correction."""
 
     claim: Claim
     effects: tuple[tuple[Effect, str], ...] = ()
 
     def verdict(self, paper_scale: bool) -> str:
-        """Return the word for the experiments at paper scale (exact ones are), or for the smaller ones."""
-        return combined(
-            ((e.task, v) for e, v in self._tested(paper_scale)), self.claim.test
-        )
+        """Return the verdict over the experiments at paper scale (computed ones included), or over the smaller ones."""
+        votes = [(effect.task, word) for effect, word in self._tested(paper_scale)]
+        return combined(votes, self.claim.test)
 
     def verdicts(self) -> tuple[str, str]:
-        """Return what is found at paper scale and at smaller scales in words; "–" where only one of them can be.
+        """Return the verdicts at paper scale and at smaller scales in words; "–" for a scale that cannot have one.
 
         They name the data: smaller scales use stand-ins, also for claims that name a data set of the paper.
         """
         if any(e.scale == "exact" for e, _ in self.effects):
             return f"{self.verdict(True)}, exact", "–"
-        return self._words(True), self._words(False)
+        return self._verdict_text(True), self._verdict_text(False)
 
     def evidence(self) -> list[str]:
-        """Return every effect in words after the word that it has."""
+        """Return every effect in words, after its verdict."""
         return [f"{word}: {effect}" for effect, word in self.worded()]
 
     def worded(self) -> list[tuple[Effect, str]]:
-        """Return every effect with its word, and the word that it has by itself where Holm's correction takes it."""
-        found = []
-        for e, v in self.effects:
-            alone = effect_verdict(self.claim, e)
-            if v != alone:
-                v = f"{v} ({self._named(alone, e)} by itself, not among {len(self._tested(_of_paper(e)))})"
-            found.append((e, self._named(v, e)))
-        return found
+        """Return every effect with its verdict; also the uncorrected verdict if Holm's correction changed it."""
+        worded_effects = []
+        for effect, word in self.effects:
+            uncorrected = effect_verdict(self.claim, effect)
+            text = self._scale_word(word, effect)
+            if word != uncorrected:
+                num_tests = len(self._tested(_is_paper_scale(effect)))
+                alone = self._scale_word(uncorrected, effect)
+                text = f"{word} ({alone} by itself, not among {num_tests})"
+            worded_effects.append((effect, text))
+        return worded_effects
 
     def rule(self) -> str:
-        """Return the date of the rule, and whether rows are older; a line that was just written has no date yet."""
+        """Return the date of the rule, with a mark if rows are older; "undated" for a new line without a date."""
         if not self.claim.since:
             return "undated"
+        rule_date = pd.Timestamp(self.claim.since)
         starts = [
             start
-            for e, _ in self.effects
-            for part in (e, *e.others)
-            for start in part.started
+            for effect, _ in self.effects
+            for part in (effect, *effect.other_controls)
+            for start in part.start_times
         ]
-        older = pd.to_datetime(
-            pd.Series(starts), utc=True, format="ISO8601"
-        ) < pd.Timestamp(self.claim.since)
-        mark = (
-            "; rows older than the rule"
-            if len(older) and older.all()
-            else "; some rows older than the rule"
-        )
-        return f"{pd.Timestamp(self.claim.since):%Y-%m-%d %H:%M} UTC" + (
-            mark if older.any() else ""
-        )
+        times = pd.to_datetime(pd.Series(starts), utc=True, format="ISO8601")
+        is_older = times < rule_date
+        text = f"{rule_date:%Y-%m-%d %H:%M} UTC"
+        if not is_older.any():
+            return text
+        if is_older.all():
+            return f"{text}; rows older than the rule"
+        return f"{text}; some rows older than the rule"
 
     def _tested(self, paper_scale: bool) -> list[tuple[Effect, str]]:
+        """Return the effects with enough seeds of one scale, with their verdicts."""
         return [
-            (e, v)
-            for e, v in self.effects
-            if _of_paper(e) == paper_scale and _testable(e)
+            (effect, word)
+            for effect, word in self.effects
+            if _is_paper_scale(effect) == paper_scale and _testable(effect)
         ]
 
-    def _named(self, word: str, effect: Effect) -> str:
-        """A word as the scale has it."""
-        own = SMALLER_SCALES.get(self.claim.test) if not _of_paper(effect) else None
-        return (
-            dict(zip((CONFIRMED, CONTRADICTED), own, strict=True)).get(word, word)
-            if own
-            else word
-        )
+    def _scale_word(self, word: str, effect: Effect) -> str:
+        """Return a verdict in the words of the effect's scale."""
+        if _is_paper_scale(effect) or self.claim.test not in SMALLER_SCALES:
+            return word
+        confirmed, contradicted = SMALLER_SCALES[self.claim.test]
+        return {CONFIRMED: confirmed, CONTRADICTED: contradicted}.get(word, word)
 
-    def _words(self, paper_scale: bool) -> str:
-        tested, parts = self._tested(paper_scale), []
-        for word in dict.fromkeys(v for _, v in tested if v != OPEN):
-            there = [e for e, v in tested if v == word]
-            places = ", ".join(f"{e.place} ({e.bits}, n {e.n})" for e in there)
-            of = f"in {len(there)} of {plural(len(tested), 'experiment')}"
-            parts.append(f"{self._named(word, there[0])} {of}: {places}")
-        whole = self.verdict(paper_scale)
-        head = "" if len(parts) == 1 and whole != OPEN else f"{whole}: "
-        undecided = dict.fromkeys(e.dataset for e, v in tested if v == OPEN)
-        few = dict.fromkeys(
-            e.dataset
-            for e, _ in self.effects
-            if _of_paper(e) == paper_scale and not _testable(e)
+    def _verdict_text(self, paper_scale: bool) -> str:
+        """Return the verdict at a scale with the experiments behind it, such as "mixed: ... in 2 of 5 experiments"."""
+        tested = self._tested(paper_scale)
+        parts = []
+        for word in dict.fromkeys(word for _, word in tested if word != OPEN):
+            effects = [effect for effect, other in tested if other == word]
+            places = ", ".join(f"{e.place} ({e.bits}, n {e.n})" for e in effects)
+            count = f"in {len(effects)} of {plural(len(tested), 'experiment')}"
+            parts.append(f"{self._scale_word(word, effects[0])} {count}: {places}")
+
+        verdict = self.verdict(paper_scale)
+        head = "" if len(parts) == 1 and verdict != OPEN else f"{verdict}: "
+        undecided = dict.fromkeys(e.dataset for e, word in tested if word == OPEN)
+        if undecided:
+            word = "undecided" if head else "open"
+            parts.append(f"{word} on {', '.join(undecided)}")
+        few_seeds = dict.fromkeys(
+            effect.dataset
+            for effect, _ in self.effects
+            if _is_paper_scale(effect) == paper_scale and not _testable(effect)
         )
-        parts += (
-            [f"{'undecided' if head else 'open'} on {', '.join(undecided)}"]
-            if undecided
-            else []
-        )
-        parts += [f"fewer than {LEAST_SEEDS} seeds on {', '.join(few)}"] if few else []
+        if few_seeds:
+            parts.append(f"fewer than {MIN_SEEDS} seeds on {', '.join(few_seeds)}")
         return head + "; ".join(parts) if parts else "open (not run)"
 
 
-def _of_paper(effect: Effect) -> bool:
+def _is_paper_scale(effect: Effect) -> bool:
     return effect.scale in ("paper", "exact")
 
 
 def _testable(effect: Effect) -> bool:
-    return effect.n >= LEAST_SEEDS
+    return effect.n >= MIN_SEEDS
 
 
 def claims() -> list[Claim]:
     """Return the claims of ``data/paper/claims.csv``; ValueError for an unknown measure or test."""
     table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False, dtype=str)
-    found = [
+    all_claims = [
         Claim(**{**line, "margin": float(line["margin"] or 0)})
         for line in table.to_dict("records")
     ]
-    for c in found:
-        check_choice(f"measure of claim {c.id}", c.measure, MEASURES)
-        verdict(c.test, c.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
-    return found
+    for claim in all_claims:
+        check_choice(f"measure of claim {claim.id}", claim.measure, MEASURES)
+        verdict(claim.test, claim.margin, (0.0, 0.0, 0.0), MIN_SEEDS)
+    return all_claims
 
 
 def runs_for_claim(runs: pd.DataFrame, claim: Claim) -> pd.DataFrame:
     """Return the runs that a claim is about: none at smoke scale, at paper scale those on the data of its grids."""
     datasets = {grid.split("/")[0] for grid in claim.grids.split()}
-    mine = runs["scale"] != "smoke"
+    selected = runs["scale"] != "smoke"
     if datasets:
-        mine &= (runs["scale"] != "paper") | runs["dataset"].isin(datasets)
+        selected &= (runs["scale"] != "paper") | runs["dataset"].isin(datasets)
     conditions = dict(condition.split("=") for condition in claim.only.split())
     if claim.tasks:
         conditions["task"] = claim.tasks
     if "aggregation" not in conditions and claim.measure not in BOTH_AGGREGATIONS:
-        mine &= runs["aggregation"].isin(["", "fp"])
+        selected &= runs["aggregation"].isin(["", "fp"])
     for name, value in conditions.items():
-        mine &= runs[name].astype("string") == value
-    return runs[mine]
+        selected &= runs[name].astype("string") == value
+    return runs[selected]
 
 
 def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
     """Return an entry per claim, judged by runs; those at smoke scale do not count.
 
-    Preregistered runs are read by the measures of ``ASKED_TOO`` alone, which say so. Every effect has its level.
+    Preregistered runs are read by the measures of ``PREREGISTERED_MEASURES`` alone. Every effect has its quality at
+    full bits (``Effect.level``).
 
     Args:
-        runs: as of ``runs.table``.
-        only: ids of claims; none of them for all.
+        runs: a table of ``run_table.table``.
+        only: ids of claims; empty for all claims.
     """
-    asked = runs["key"].isin(run_groups.preregistered())
-    read = runs.loc[
-        :, ~runs.columns.str.fullmatch(UNREAD)
-    ]  # all rows and columns take twice as long
-    others = read[~asked]
-    full_bits = levels.full_bits(read)
+    is_preregistered = runs["key"].isin(run_groups.preregistered())
+    # With all columns the judging takes twice as long.
+    needed = runs.loc[:, ~runs.columns.str.fullmatch(UNUSED_COLUMNS)]
+    pooled_runs = needed[~is_preregistered]
+    full_bits = levels.full_bits(needed)
     entries = []
     for claim in claims():
         if only and claim.id not in only:
             continue
-        entry = judge(claim, read if claim.measure in ASKED_TOO else others)
+        entry = judge(
+            claim, needed if claim.measure in PREREGISTERED_MEASURES else pooled_runs
+        )
         entries.append(_with_levels(entry, full_bits))
     return entries
 
 
 def _with_levels(entry: Entry, full_bits: pd.DataFrame) -> Entry:
-    """Return an entry whose effects say what full bits reach in their experiments."""
+    """Return an entry whose effects have the quality of full bits in their experiments."""
     effects = []
     for effect, word in entry.effects:
-        level = levels.level_of(full_bits, effect.compared)
+        level = levels.level_of(full_bits, effect.level_keys)
         effects.append((replace(effect, level=level), word))
     return replace(entry, effects=tuple(effects))
 
 
 def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
-    """Return what runs say about one claim."""
+    """Return the effects of runs on one claim with their verdicts."""
     effects = list(MEASURES[claim.measure](runs_for_claim(runs, claim), claim))
-    words = {
-        i: effect_verdict(claim, e) for i, e in enumerate(effects) if e.scale == "exact"
-    }
+    words = {}
+    for i, effect in enumerate(effects):
+        if effect.scale == "exact":
+            words[i] = effect_verdict(claim, effect)
     for paper_scale in (True, False):
-        part = [
+        tested = [
             i
-            for i, e in enumerate(effects)
-            if i not in words and _testable(e) and _of_paper(e) == paper_scale
+            for i, effect in enumerate(effects)
+            if i not in words
+            and _testable(effect)
+            and _is_paper_scale(effect) == paper_scale
         ]
-        tests = [
-            lambda alpha, e=effects[i]: effect_verdict(claim, e, alpha) for i in part
-        ]
-        words |= dict(zip(part, holm(tests), strict=True))
-    return Entry(claim, tuple((e, words.get(i, OPEN)) for i, e in enumerate(effects)))
+        tests = [partial(effect_verdict, claim, effects[i]) for i in tested]
+        words.update(zip(tested, holm(tests), strict=True))
+    judged = [(effect, words.get(i, OPEN)) for i, effect in enumerate(effects)]
+    return Entry(claim, tuple(judged))
 
 
 def coverage(entries: Iterable[Entry]) -> tuple[int, int]:
-    """Return how many claims have a measured or computed effect at some scale, and how many have none."""
-    there = [bool(entry.effects) for entry in entries]
-    return sum(there), len(there) - sum(there)
+    """Return the number of claims with a measured or computed effect at any scale, and the number without one."""
+    has_effects = [bool(entry.effects) for entry in entries]
+    return sum(has_effects), len(has_effects) - sum(has_effects)
 
 
 def needs(claim: Claim) -> str:
-    """Return in a sentence what a claim without evidence needs, from the grids that settle it."""
+    """Return a sentence about the runs that a claim without evidence needs, from its grids."""
     parts = [needed_runs(name) for name in claim.grids.split() if name in GRIDS]
-    return (
-        f"Not run: needs {', or '.join(parts)}."
-        if parts
-        else "Not run: needs runs that no grid lists."
-    )
+    if not parts:
+        return "Not run: needs runs that no grid lists."
+    return f"Not run: needs {', or '.join(parts)}."
 
 
 @cache
 def needed_runs(grid: str) -> str:
     """Return model, data set and number of runs of a grid, such as "sage on OGBN-Products, 66 runs at paper scale"."""
-    found = GRIDS[grid]
-    specs = found.make(found.scales[0])
+    declared = GRIDS[grid]
+    specs = declared.make(declared.scales[0])
     recipe = specs[0].recipe
     dataset = (
         DATASETS[recipe.dataset].title if recipe.dataset in DATASETS else recipe.dataset
     )
-    return f"{recipe.model} on {dataset}, {plural(len(specs), 'run')} at {found.scales[0]} scale (`{grid}`)"
+    return f"{recipe.model} on {dataset}, {plural(len(specs), 'run')} at {declared.scales[0]} scale (`{grid}`)"
 
 
 def summary(entries: Iterable[Entry]) -> pd.DataFrame:
-    """Return the claims for people: verdicts, dates of rules, evidence as a list."""
+    """Return a printable table of the claims: verdicts, dates of the rules, evidence as a list."""
     lines = [
         (e.claim.claim, e.claim.place, *e.verdicts(), e.rule(), e.evidence())
         for e in entries
@@ -390,30 +431,30 @@ def summary(entries: Iterable[Entry]) -> pd.DataFrame:
 
 
 def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
-    """Return how many claims have which word, such as "6 as claimed, 1 against": those that are not open."""
-    found = Counter(entry.verdict(paper_scale) for entry in entries)
-    words = {
+    """Return how many claims have which verdict, such as "6 as claimed, 1 against"; open claims are not counted."""
+    counts = Counter(entry.verdict(paper_scale) for entry in entries)
+    texts = {
         CONFIRMED: "as claimed",
         SMALLER: SMALLER,
         CONTRADICTED: "against",
         MIXED: MIXED,
     }
-    return (
-        ", ".join(
-            f"{found[word]} {said}" for word, said in words.items() if found[word]
-        )
-        or "none"
-    )
+    parts = [f"{counts[word]} {text}" for word, text in texts.items() if counts[word]]
+    return ", ".join(parts) or "none"
 
 
 def claims_headline(entries: list[Entry]) -> str:
-    """Return what was found of all of them, in a line."""
-    at_paper, less = (tally(entries, paper_scale) for paper_scale in (True, False))
-    return f"{len(entries)} claims, exactly or at the paper's scale: {at_paper}; at smaller ones: {less}; others: open"
+    """Return the verdicts on all claims in one line."""
+    at_paper_scale = tally(entries, paper_scale=True)
+    at_smaller_scales = tally(entries, paper_scale=False)
+    return (
+        f"{len(entries)} claims, exactly or at the paper's scale: {at_paper_scale}; "
+        f"at smaller ones: {at_smaller_scales}; others: open"
+    )
 
 
 def section(runs: pd.DataFrame) -> Section:
-    """Return the claims as a part of a page."""
+    """Return the table of claims as a section of a page."""
     entries = judge_claims(runs)
     note = (
         "Made by written rules (docstring of `cpt_lab/analysis/claims.py`) from the rows of this page; 'rule of' is "

@@ -1,4 +1,4 @@
-"""Measures that are computed: costs of schedules, and of a model's training; no run takes part."""
+"""Measures of claims that are computed without runs: costs of schedules and of a model's training."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,17 +7,22 @@ import pandas as pd
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_lab.analysis.effects import LEAST_SEEDS, Claim, Effect
+from cpt_lab.analysis.effects import MIN_SEEDS, Claim, Effect, Interval
 from cpt_lab.experiments.registry import DATASETS, recipe
 
 
-def _exact(name: str, right: bool, what: str) -> Iterator[Effect]:
-    value = 1.0 if right else -1.0
-    yield Effect(name, "exact", lambda alpha: (value, value, value), LEAST_SEEDS, what)
+def _exact(scale_name: str, is_correct: bool, comparison: str) -> Iterator[Effect]:
+    """Yield a computed effect: 1 if the claim is correct, else -1."""
+    value = 1.0 if is_correct else -1.0
+
+    def interval_at(alpha: float) -> Interval:
+        return value, value, value
+
+    yield Effect(scale_name, "exact", interval_at, MIN_SEEDS, comparison)
 
 
 def ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """BitOps of section 4.4, counted from the model as the paper counts them."""
+    """Count the BitOps of section 4.4 from the model, by the paper's convention."""
     import torch
 
     from cpt_core.bitops.plan import count_bitops
@@ -39,31 +44,38 @@ def ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         totals[arm] = (
             count_bitops(model, inputs, schedule, convention="paper").total / 1e13
         )
-    right = (
+    is_correct = (
         totals["STATIC"] > 9
         and abs(totals["CR"] - 7) < 0.1
         and abs(totals["RR"] - 5.5) < 0.1
     )
     yield from _exact(
         "counted",
-        right,
+        is_correct,
         "static 8, CR, RR: " + ", ".join(f"{t:.2f}" for t in totals.values()),
     )
 
 
 def cost_groups(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Every schedule of a group costs less than every schedule of the next, at the bits and lengths of the paper."""
+    """Check that every schedule of a savings group costs less than every schedule of the next group.
+
+    The bits and lengths are those of the paper.
+    """
     settings = [
         (recipe("paper", dataset), q_max)
         for dataset in ("cifar10", "imagenet", "ptb")
         for q_max in (6, 8)
     ]
-    right = all(_in_order(r.q_min, q_max, r.steps, r.n_cycles) for r, q_max in settings)
-    yield from _exact("computed", right, "all ten schedules at 3, 4, 5 to 6 and 8 bits")
+    is_correct = all(
+        _in_order(r.q_min, q_max, r.steps, r.n_cycles) for r, q_max in settings
+    )
+    yield from _exact(
+        "computed", is_correct, "all ten schedules at 3, 4, 5 to 6 and 8 bits"
+    )
 
 
 def more_than_halved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Schedules of large savings from 3 to 8 bits cost less than half."""
+    """Check that schedules of large savings from 3 to 8 bits cost less than half."""
     costs = [
         make_schedule(name, q_min=3, q_max=8, total_steps=64_000).relative_cost()
         for name, entry in SUITE.items()
@@ -77,49 +89,61 @@ def more_than_halved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
 
 def cost_order(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The groups of savings cost in the same order whatever the number of cycles."""
+    """Check that the savings groups have the same order of cost for any number of cycles."""
     counts = (2, 4, 8, 16)
-    right = all(_in_order(3, 8, 64_000, n) for n in counts)
+    is_correct = all(_in_order(3, 8, 64_000, n) for n in counts)
     yield from _exact(
         "computed",
-        right,
+        is_correct,
         f"groups of savings, 3 to 8 bits, {', '.join(map(str, counts))} cycles",
     )
 
 
 def _in_order(q_min: int, q_max: int, steps: int, n_cycles: int) -> bool:
-    """Whether schedules of large savings cost less than those of medium ones, and these less than those of small."""
-    of: dict[str, list[float]] = {}
+    """Return whether large savings cost less than medium savings, and these less than small savings."""
+    costs_by_group: dict[str, list[float]] = {}
     for name, entry in SUITE.items():
         schedule = make_schedule(
             name, q_min=q_min, q_max=q_max, total_steps=steps, n_cycles=n_cycles
         )
-        of.setdefault(entry.savings, []).append(schedule.relative_cost())
-    return max(of["large"]) < min(of["medium"]) and max(of["medium"]) < min(of["small"])
+        costs = costs_by_group.setdefault(entry.savings, [])
+        costs.append(schedule.relative_cost())
+    large, medium, small = (
+        costs_by_group[group] for group in ("large", "medium", "small")
+    )
+    return max(large) < min(medium) and max(medium) < min(small)
 
 
 def saved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Schedule or group ``a`` saves ``b`` percent, give or take the margin, at the setting of the claim's grid."""
+    """Check that schedule or group ``a`` saves ``b`` percent, within the margin, at the setting of the claim's grid."""
     dataset, model = claim.grids.split("/")
-    r = recipe("paper", dataset, model)
+    paper_recipe = recipe("paper", dataset, model)
     schedules = [
         make_schedule(
-            name, q_min=r.q_min, q_max=8, total_steps=r.steps, n_cycles=r.n_cycles
+            name,
+            q_min=paper_recipe.q_min,
+            q_max=8,
+            total_steps=paper_recipe.steps,
+            n_cycles=paper_recipe.n_cycles,
         )
         for name, entry in SUITE.items()
         if claim.a in (name, entry.savings)
     ]
-    found = [100 - 100 * schedule.relative_cost() for schedule in schedules]
-    right = all(abs(percent - float(claim.b)) <= claim.margin for percent in found)
+    savings = [100 - 100 * schedule.relative_cost() for schedule in schedules]
+    is_correct = all(
+        abs(percent - float(claim.b)) <= claim.margin for percent in savings
+    )
     yield from _exact(
-        "computed", right, f"{claim.a}: {min(found):.1f} to {max(found):.1f} %, q_max 8"
+        "computed",
+        is_correct,
+        f"{claim.a}: {min(savings):.1f} to {max(savings):.1f} %, q_max 8",
     )
 
 
 def aggregation_share(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The sums over neighbours are at most ``a`` percent of a forward pass: of its BitOps at static 8 bits, FP-Agg.
+    """Check that sums over neighbours cost at most ``a`` percent of a forward pass's BitOps (static 8 bits, FP-Agg).
 
-    Counted on OGBN-Arxiv's GCN, with a hundredth of its nodes and edges: shares depend on edges a node alone.
+    Counted on OGBN-Arxiv's GCN with a hundredth of its nodes and edges: the shares depend on the edges per node alone.
     """
     import torch
 
@@ -129,27 +153,28 @@ def aggregation_share(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     from cpt_core.quantization.convert import quantize_
 
     sizes = DATASETS["ogbn-arxiv"].sizes
-    nodes, messages = (
-        sizes["nodes"] // 100,
-        (2 * sizes["edges"] + sizes["nodes"]) // 100,
-    )  # both ways, self-loops
-    to = torch.arange(messages) % nodes
-    graph = Graph.from_edges((to + torch.arange(messages) // nodes) % nodes, to, nodes)
+    nodes = sizes["nodes"] // 100
+    # Every edge sends a message both ways, and every node one to itself.
+    messages = (2 * sizes["edges"] + sizes["nodes"]) // 100
+    targets = torch.arange(messages) % nodes
+    graph = Graph.from_edges(
+        (targets + torch.arange(messages) // nodes) % nodes, targets, nodes
+    )
     model = quantize_(GraphNet("gcn", sizes["features"], sizes["classes"]))
     plan = count_bitops(
         model, (graph, torch.empty(nodes, sizes["features"])), StaticSchedule(8, 1)
     )
 
-    def share(of: Mapping[str, int]) -> float:
+    def share(counts: Mapping[str, int]) -> float:
         return (
             100
-            * sum(n for name, n in of.items() if name.endswith("(aggregation)"))
-            / sum(of.values())
+            * sum(n for name, n in counts.items() if name.endswith("(aggregation)"))
+            / sum(counts.values())
         )
 
     bitops = share({name: passes["forward"] for name, passes in plan.bitops.items()})
-    what = (
+    comparison = (
         f"OGBN-Arxiv, GCN, static 8 bits, FP-Agg: {share(plan.macs):.1f} % of the operations, "
         f"{bitops:.1f} % of BitOps"
     )
-    yield from _exact("counted", bitops <= float(claim.a), what)
+    yield from _exact("counted", bitops <= float(claim.a), comparison)

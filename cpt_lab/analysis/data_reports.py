@@ -1,4 +1,4 @@
-"""Data reports on pages: what readers found, left out and changed of the data that runs were trained on."""
+"""Data reports on pages: how readers changed the data of runs, and what they left out."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,23 +19,23 @@ NOT_STORED = "the report of these rows is not stored beside them"
 def stored_reports(
     files: Iterable[Path], rows: Iterable[ResultRow] | None = None
 ) -> tuple[list[DataReport], list[str]]:
-    """Return the different data reports that rows name, and a sentence for each that cannot be read.
+    """Return the distinct data reports that rows name, and a sentence for each report that cannot be read.
 
     Args:
-        files: stores, whose reports lie beside them.
-        rows: rows whose reports are meant; None for all rows of the stores.
+        files: stores, whose reports are stored in a folder next to them.
+        rows: rows whose reports are wanted; None for all rows of the stores.
     """
-    found: dict[str, DataReport] = {}
+    reports: dict[str, DataReport] = {}
     missing: dict[str, str] = {}
     for file in files:
         if not place(file, "data", "").parent.is_dir():  # rows older than data reports
             continue
         for row in load_rows(file) if rows is None else rows:
             digest = row.get("data_report")
-            if digest is None or digest in found:
+            if digest is None or digest in reports:
                 continue
             try:
-                found[digest] = load_data_report(file, digest)
+                reports[digest] = load_data_report(file, digest)
                 missing.pop(digest, None)
             except (FileNotFoundError, ValueError) as error:
                 reason = (
@@ -44,14 +44,14 @@ def stored_reports(
                 missing[digest] = (
                     f"{row['spec']['recipe']['dataset']} (report {digest}): {reason}"
                 )
-    return list(found.values()), list(missing.values())
+    return list(reports.values()), list(missing.values())
 
 
 def sections(
     reports: Iterable[DataReport], missing: Iterable[str] = (), style: str = "left"
 ) -> list[Section]:
     """Return a section of a page for every data report, and one for those that cannot be read."""
-    shown = []
+    page_sections = []
     for report in reports:
         notes = [
             f"Report {report.digest}: `data_report` of the rows that were trained on these data."
@@ -59,16 +59,16 @@ def sections(
         if not report.notices:
             notes.append(NOTHING_CHANGED)
         table = pd.DataFrame(report.facts, columns=["topic", "fact"])
-        shown.append(
+        page_sections.append(
             Section(f"{TITLE} {report.dataset}", tuple(notes), table=table, style=style)
         )
     if sentences := tuple(missing):
-        shown.append(Section("Data whose report cannot be read", sentences))
-    return shown
+        page_sections.append(Section("Data whose report cannot be read", sentences))
+    return page_sections
 
 
 def summary(reports: Iterable[DataReport]) -> tuple[str, ...]:
-    """Return a sentence where data were left out, changed or shared between splits; none elsewhere."""
+    """Return a sentence if data were left out, changed or shared between splits; otherwise nothing."""
     count = sum(len(report.notices) for report in reports)
     if not count:
         return ()

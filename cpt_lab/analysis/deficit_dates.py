@@ -1,14 +1,14 @@
 """Costs of a deficit by its date and by the decay of the learning rate.  Paper: section 5, footnote 5.
 
 A deficit is a window of low precision. Its cost is the quality of its control, which trains for as many steps with the
-same learning rates at q_max, minus its own, by seed. Two questions are asked of the costs:
+same learning rates at q_max, minus its own, by seed. Two questions are answered from the costs:
 
 - Does a deficit at the start cost more under one decay than under another? The paper says no (footnote 5).
-- Does an early deficit cost more than a late one, under each decay by itself? All deficits that are compared are
-  followed by as many steps, so that a late one has as much time to recover. The slope is that of the straight line
-  through the costs, from the earliest date to the latest, by seed.
+- Does an early deficit cost more than a late one, under each decay by itself? All compared deficits are followed by
+  equally many steps, so that a late one has as much time to recover. The slope is that of the straight line through
+  the costs, from the earliest date to the latest, by seed.
 
-``outcome`` answers both from rows, ``loss_table`` and ``difference_table`` show the answers, ``decay_figure`` draws
+``outcome`` answers both from rows, ``loss_table`` and ``difference_table`` print the answers, ``decay_figure`` draws
 them. The measures of claims use ``costs`` and ``slopes`` too.
 """
 
@@ -25,16 +25,17 @@ from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import Estimate, unit_of
 from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.style import COLORS, SMALL, subplots
+from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, subplots
 
-DECAYS = (
+# order of decays in tables and figures
+DECAY_ORDER = (
     "step",
     "cosine",
     "linear",
     "plateau",
     "constant",
-)  # the order in which they are named
-MIN_DATES = 3  # fewer dates make no slope
+)
+MIN_DATES = 3  # smallest number of dates for a slope
 COLOR_OF_DECAY = {
     "step": COLORS["large"],
     "cosine": COLORS["medium"],
@@ -47,8 +48,8 @@ def decay_name(task: str, lr_rule: str, milestones: str) -> str:
     """Return the name of a learning-rate decay from the fields of a recipe.
 
     Args:
-        task: of the recipe.
-        lr_rule: of the recipe, "" where it has none.
+        task: task of the recipe.
+        lr_rule: learning-rate rule of the recipe, "" for none.
         milestones: shares of the steps at which the rate falls, such as "0.5 0.75", "" for none.
     """
     if lr_rule and lr_rule != "milestones":
@@ -67,25 +68,29 @@ def with_decay(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def dated_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return experiments on deficits whose recipes differ in length and decay alone, also preregistered ones.
+    """Return the deficit experiments whose recipes differ in length and decay alone, also preregistered ones.
 
-    Preregistered runs are an experiment of their own: they are not pooled with others.
+    Preregistered runs are an experiment of their own: they are not pooled with other runs.
     """
-    found = with_decay(runs[(runs["kind"] == "deficit") & runs["start"].notna()])
-    asked = found["key"].isin(run_groups.preregistered()).rename("asked")
-    columns = [found[name] for name in ("recipe_but_decay", "preset", "q_max", "scale")]
-    parts = [part for _, part in found.groupby([*columns, asked], sort=False)]
+    is_dated = (runs["kind"] == "deficit") & runs["start"].notna()
+    deficit_runs = with_decay(runs[is_dated])
+    is_preregistered = deficit_runs["key"].isin(run_groups.preregistered())
+    columns = [
+        deficit_runs[name] for name in ("recipe_but_decay", "preset", "q_max", "scale")
+    ]
+    columns.append(is_preregistered.rename("is_preregistered"))
+    parts = [part for _, part in deficit_runs.groupby(columns, sort=False)]
     return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")
 
 
 def costs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what the deficits of an experiment cost, by seed.
+    """Return the cost of every deficit of an experiment, by seed.
 
     Returns:
-        Columns: decay, start, stop, total (steps), recovery (steps after the deficit), seed, cost (as stored; of a
+        Columns: decay, start, stop, total (steps), recovery (steps after the deficit), seed, cost (as stored; for a
         perplexity 100 times its logarithm).
     """
-    lines = []
+    rows = []
     for _, family in quality_of(runs).groupby("recipe", sort=False):
         control = family[family["stop"] == 0]
         for (start, stop), part in family[family["stop"] > 0].groupby(
@@ -99,28 +104,31 @@ def costs(runs: pd.DataFrame) -> pd.DataFrame:
                 "total": total,
             }
             by_seed = statistics.paired(control, part, "quality")
-            lines += [
+            rows += [
                 {**where, "recovery": total - stop, "seed": seed, "cost": x}
                 for seed, x in by_seed.items()
             ]
     return pd.DataFrame(
-        lines, columns=["decay", "start", "stop", "total", "recovery", "seed", "cost"]
+        rows, columns=["decay", "start", "stop", "total", "recovery", "seed", "cost"]
     )
 
 
 def ordered(decays: pd.Series) -> list[str]:
-    """Return the decays that there are, in the order of ``DECAYS``, others first."""
+    """Return the distinct decays in the order of ``DECAY_ORDER``, unknown ones first."""
     return sorted(
         set(decays),
-        key=lambda name: (DECAYS.index(name) if name in DECAYS else -1, name),
+        key=lambda name: (DECAY_ORDER.index(name) if name in DECAY_ORDER else -1, name),
     )
 
 
-def at_equal_recovery(found: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield each decay with the costs of deficits at three dates or more that as many steps follow."""
-    for decay in ordered(found["decay"]):
-        mine = found[found["decay"] == decay]
-        for (_, _), part in mine.groupby([mine["stop"] - mine["start"], "recovery"]):
+def at_equal_recovery(
+    deficit_costs: pd.DataFrame,
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield each decay with its deficits of one length at three dates or more, all with equal steps after them."""
+    for decay in ordered(deficit_costs["decay"]):
+        decay_costs = deficit_costs[deficit_costs["decay"] == decay]
+        length = decay_costs["stop"] - decay_costs["start"]
+        for _, part in decay_costs.groupby([length, "recovery"]):
             if part["start"].nunique() >= MIN_DATES:
                 yield decay, part
 
@@ -128,56 +136,58 @@ def at_equal_recovery(found: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
 def slopes(part: pd.DataFrame) -> pd.Series:
     """Return the slope of the costs over the dates, latest minus earliest, by seed; for seeds that have all dates."""
     wide = part.pivot(index="seed", columns="start", values="cost").dropna()
-    dates = (wide.columns - wide.columns.min()) / (
-        wide.columns.max() - wide.columns.min()
-    )
-    fitted = np.polyfit(dates.to_numpy(dtype=float), wide.to_numpy().T, 1)[0]
+    first, last = wide.columns.min(), wide.columns.max()
+    dates = (wide.columns - first) / (last - first)
+    costs_by_date = wide.to_numpy().T
+    fitted = np.polyfit(dates.to_numpy(dtype=float), costs_by_date, 1)[0]
     return pd.Series(fitted, index=wide.index)
 
 
-def start_differences(
-    found: pd.DataFrame,
-) -> Iterator[tuple[str, str, pd.DataFrame, pd.Series]]:
-    """Yield pairs of decays with the longest deficit at the start that both have, and what it costs more by seed.
+class StartDifference(NamedTuple):
+    """Costs of one deficit at the start of training, under one decay minus under another."""
 
-    Yields:
-        The decays; start, stop and total of the deficit, one line; its cost under the first minus under the second.
-    """
-    first = found[found["start"] == 0]
-    for one, other in itertools.combinations(ordered(first["decay"]), 2):
-        sides = [
-            first[first["decay"] == decay].set_index(["stop", "total", "seed"])["cost"]
-            for decay in (one, other)
-        ]
-        both = (sides[0] - sides[1]).dropna()
-        if len(both):
-            stop, total = max(both.index.droplevel("seed"))
-            where = pd.DataFrame({"start": [0], "stop": [stop], "total": [total]})
-            yield one, other, where, both.loc[(stop, total)]
+    first_decay: str
+    second_decay: str
+    stop: int  # length of the deficit, in steps
+    total: int  # length of the training, in steps
+    differences: pd.Series  # by seed
+
+
+def start_differences(deficit_costs: pd.DataFrame) -> Iterator[StartDifference]:
+    """Yield the cost difference of every two decays, for the longest deficit at the start that both have."""
+    at_start = deficit_costs[deficit_costs["start"] == 0]
+    for decays in itertools.combinations(ordered(at_start["decay"]), 2):
+        by_deficit = []
+        for decay in decays:
+            decay_costs = at_start[at_start["decay"] == decay]
+            indexed = decay_costs.set_index(["stop", "total", "seed"])
+            by_deficit.append(indexed["cost"])
+        differences = (by_deficit[0] - by_deficit[1]).dropna()
+        if len(differences):
+            stop, total = max(differences.index.droplevel("seed"))
+            longest = differences.loc[(stop, total)]
+            yield StartDifference(*decays, stop, total, longest)
 
 
 class DateOutcome(NamedTuple):
-    """Costs of deficits by date under each decay, with what follows from them; all effects by seed."""
+    """Costs of deficits by date under each decay, and the effects computed from them, all by seed."""
 
-    losses: dict[
-        tuple[str, int], Estimate
-    ]  # by decay and first step: no deficit minus deficit
-    slopes: dict[
-        str, Estimate
-    ]  # by decay: loss at the latest minus at the earliest date, from a line
-    differences: dict[
-        tuple[str, str], Estimate
-    ]  # by two decays: loss of the deficit at step 0, one minus the other
-    slope_differences: dict[
-        tuple[str, str], Estimate
-    ]  # by two decays: slope under one minus under the other
-    control_levels: dict[str, str]  # by decay: what training without a deficit reaches
+    # (decay, first step of the deficit) -> quality without a deficit minus quality with it
+    losses: dict[tuple[str, int], Estimate]
+    # decay -> loss at the latest minus at the earliest date, from a fitted line
+    slopes: dict[str, Estimate]
+    # two decays -> loss by the deficit at step 0, under the first minus under the second
+    differences: dict[tuple[str, str], Estimate]
+    # two decays -> slope under the first minus under the second
+    slope_differences: dict[tuple[str, str], Estimate]
+    # decay -> quality of training without a deficit, in words
+    control_levels: dict[str, str]
     deficit_steps: int
     recovery_steps: int
 
 
 def outcome(runs: pd.DataFrame) -> DateOutcome:
-    """Return what the runs of one experiment say, such as those of ``runs.committed("h3")``.
+    """Return the effects of one experiment's runs, such as those of ``runs.committed("h3")``.
 
     Raises:
         ValueError: for runs that are not one experiment with deficits at three dates or more.
@@ -190,78 +200,85 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
             f"runs: expected one experiment with deficits at {MIN_DATES} dates or more, got {len(parts)}"
         )
     (group,) = parts
-    found, unit = costs(group), unit_of(group)
+    deficit_costs, unit = costs(group), unit_of(group)
     factor = metric_named(metric_of(group)).factor
 
-    def estimate(what: str, values: pd.Series) -> Estimate:
-        return Estimate(what, unit, factor * values.to_numpy(dtype=float))
+    def estimate(description: str, values: pd.Series) -> Estimate:
+        return Estimate(description, unit, factor * values.to_numpy(dtype=float))
 
-    losses, by_decay, fitted = {}, {}, {}
-    for decay, part in at_equal_recovery(found):
+    losses, slope_by_decay, fitted = {}, {}, {}
+    for decay, part in at_equal_recovery(deficit_costs):
         fitted[decay] = slopes(part)
-        by_decay[decay] = estimate(
-            f"loss, latest minus earliest, {decay} learning rate", fitted[decay]
-        )
+        description = f"loss, latest minus earliest, {decay} learning rate"
+        slope_by_decay[decay] = estimate(description, fitted[decay])
         for start, at_date in part.groupby("start"):
-            losses[decay, int(start)] = estimate(
-                f"loss of a deficit from step {start}, {decay}", at_date["cost"]
-            )
+            description = f"loss of a deficit from step {start}, {decay}"
+            losses[decay, int(start)] = estimate(description, at_date["cost"])
+
     differences = {}
-    for one, other, where, values in start_differences(found):
-        stop = int(where["stop"].iloc[0])
-        differences[one, other] = estimate(
-            f"loss of the deficit [0, {stop}), {one} minus {other}", values
+    for pair in start_differences(deficit_costs):
+        decays = pair.first_decay, pair.second_decay
+        description = f"loss of the deficit [0, {pair.stop}), {' minus '.join(decays)}"
+        differences[decays] = estimate(description, pair.differences)
+
+    slope_differences = {}
+    for decays in itertools.combinations(fitted, 2):
+        by_seed = (fitted[decays[0]] - fitted[decays[1]]).dropna()
+        slope_differences[decays] = estimate(
+            f"slope, {' minus '.join(decays)}", by_seed
         )
-    between = {}
-    for one, other in itertools.combinations(fitted, 2):
-        apart = (fitted[one] - fitted[other]).dropna()
-        between[one, other] = estimate(f"slope, {one} minus {other}", apart)
+
     controls = group[group["stop"] == 0]
-    reached = {
-        decay: levels.reached(controls[controls["decay"] == decay])
-        for decay in by_decay
-    }
-    _, first = next(at_equal_recovery(found))
-    length = int((first["stop"] - first["start"]).iloc[0])
-    recovery = int(first["recovery"].iloc[0])
+    control_levels = {}
+    for decay in slope_by_decay:
+        control_levels[decay] = levels.quality_text(
+            controls[controls["decay"] == decay]
+        )
+    _, first = next(at_equal_recovery(deficit_costs))
     return DateOutcome(
-        losses, by_decay, differences, between, reached, length, recovery
+        losses,
+        slope_by_decay,
+        differences,
+        slope_differences,
+        control_levels,
+        deficit_steps=int((first["stop"] - first["start"]).iloc[0]),
+        recovery_steps=int(first["recovery"].iloc[0]),
     )
 
 
-def loss_table(found: DateOutcome) -> pd.DataFrame:
-    """Return losses by date, slopes and levels as a table, a line per decay."""
+def loss_table(results: DateOutcome) -> pd.DataFrame:
+    """Return losses by date, slopes and quality without a deficit as a table, a line per decay."""
     lines = []
-    for decay, slope in found.slopes.items():
+    for decay, slope in results.slopes.items():
         line = {"learning rate": decay}
-        for (other, start), loss in found.losses.items():
+        for (other, start), loss in results.losses.items():
             if other == decay:
-                line[f"[{start}, {start + found.deficit_steps})"] = (
-                    loss.shown().removesuffix(f" {loss.unit}")
+                line[f"[{start}, {start + results.deficit_steps})"] = (
+                    loss.text().removesuffix(f" {loss.unit}")
                 )
         line |= {
-            f"slope, latest minus earliest ({slope.unit})": slope.shown().removesuffix(
+            f"slope, latest minus earliest ({slope.unit})": slope.text().removesuffix(
                 f" {slope.unit}"
             ),
             "p": f"{slope.p():.2g}",
             "n": str(len(slope.values)),
-            "no deficit reaches": found.control_levels[decay],
+            "no deficit reaches": results.control_levels[decay],
         }
         lines.append(line)
     return pd.DataFrame(lines)
 
 
-def difference_table(found: DateOutcome) -> pd.DataFrame:
-    """Return how decays differ in the loss of the deficit at the start, and in the slope, as a table."""
+def difference_table(results: DateOutcome) -> pd.DataFrame:
+    """Return the differences between decays as a table: loss by the deficit at the start, and slope."""
     lines = []
-    for pair, effect in found.differences.items():
-        slope = found.slope_differences[pair]
+    for pair, effect in results.differences.items():
+        slope = results.slope_differences[pair]
         lines.append(
             {
                 "learning rates": " minus ".join(pair),
-                f"loss of the deficit [0, {found.deficit_steps}) [95 %]": effect.shown(),
+                f"loss of the deficit [0, {results.deficit_steps}) [95 %]": effect.text(),
                 "p": f"{effect.p():.1g}",
-                "slope [95 %]": slope.shown(),
+                "slope [95 %]": slope.text(),
                 "p of the slope": f"{slope.p():.1g}",
                 "n": str(len(effect.values)),
             }
@@ -269,68 +286,69 @@ def difference_table(found: DateOutcome) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def finding(found: DateOutcome) -> str:
-    """Return in words under which decays an early deficit costs more than a late one: where the interval excludes 0."""
-    signs: dict[str, list[str]] = {"more": [], "less": [], "no clear difference": []}
-    for decay, slope in found.slopes.items():
+def finding(results: DateOutcome) -> str:
+    """Return a sentence that compares early with late deficits under each decay.
+
+    They differ when the interval of the slope excludes 0.
+    """
+    more, less, inconclusive = [], [], []
+    for decay, slope in results.slopes.items():
         low, high = slope.interval()
         if high < 0:
-            signs["more"].append(decay)
+            more.append(decay)
         elif low > 0:
-            signs["less"].append(decay)
+            less.append(decay)
+        elif decay == "constant":
+            inconclusive.append("a constant learning rate")
         else:
-            signs["no clear difference"].append(decay)
-    parts = [
-        f"costs {word} than a late one with {_joined(signs[word])} decay"
-        for word in ("more", "less")
-        if signs[word]
-    ]
-    if unclear := signs["no clear difference"]:
-        names = _joined(
-            [
-                "a constant learning rate" if name == "constant" else f"{name} decay"
-                for name in unclear
-            ]
-        )
-        parts.append(f"no clear difference with {names}")
+            inconclusive.append(f"{decay} decay")
+
+    parts = []
+    if more:
+        parts.append(f"costs more than a late one with {_join_names(more)} decay")
+    if less:
+        parts.append(f"costs less than a late one with {_join_names(less)} decay")
+    starts_with_cost = bool(parts)
+    if inconclusive:
+        parts.append(f"no clear difference with {_join_names(inconclusive)}")
     words = "; ".join(parts)
-    return (
-        f"An early deficit {words}"
-        if parts[0].startswith("costs")
-        else f"Early and late deficits: {words}"
-    )
+    if starts_with_cost:
+        return f"An early deficit {words}"
+    return f"Early and late deficits: {words}"
 
 
-def _joined(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def decay_figure(runs: pd.DataFrame) -> Figure:
-    """Draw what a deficit costs against its first step, a line per decay with 95 % intervals; runs as for ``outcome``.
+    """Draw the cost of a deficit against its first step, a line per decay with 95 % intervals; runs as for ``outcome``.
 
     Paper: section 5, footnote 5.
     Differs: equal time to recover, controls of equal length and intervals are ours.
     """
-    found = outcome(runs)
+    results = outcome(runs)
     group = next(
         part for part in dated_groups(runs) if list(at_equal_recovery(costs(part)))
     )
-    starts = sorted({start for _, start in found.losses})
+    starts = sorted({start for _, start in results.losses})
     shift = 0.012 * (starts[-1] - starts[0])
-    with subplots(alt=f"{finding(found)}. {_described(found)}", figsize=(7, 4.2)) as (
+    with subplots(
+        alt=f"{finding(results)}. {_losses_text(results)}", figsize=(7, 4.2)
+    ) as (
         figure,
         ((ax,),),
     ):
-        for i, decay in enumerate(found.slopes):
-            mine = [
+        for i, decay in enumerate(results.slopes):
+            decay_losses = [
                 (start, loss)
-                for (other, start), loss in found.losses.items()
+                for (other, start), loss in results.losses.items()
                 if other == decay
             ]
-            x = [start + (i - 1) * shift for start, _ in mine]
-            means = [loss.mean for _, loss in mine]
-            halves = [loss.mean - loss.interval()[0] for _, loss in mine]
-            label = f"{decay} learning rate: slope {found.slopes[decay].shown()}"
+            x = [start + (i - 1) * shift for start, _ in decay_losses]
+            means = [loss.mean for _, loss in decay_losses]
+            halves = [loss.mean - loss.interval()[0] for _, loss in decay_losses]
+            label = f"{decay} learning rate: slope {results.slopes[decay].text()}"
             color, marker = (
                 COLOR_OF_DECAY.get(decay, COLORS["own"]),
                 MARKER_OF_DECAY.get(decay, "^"),
@@ -346,32 +364,36 @@ def decay_figure(runs: pd.DataFrame) -> Figure:
                 label=label,
             )
         ax.axhline(0, color="#888888", linewidth=0.8)
-        unit = next(iter(found.losses.values())).unit
+        unit = next(iter(results.losses.values())).unit
         ax.set(
             xlabel="first step of the deficit",
             ylabel=f"loss: no deficit minus deficit ({unit})",
             xticks=starts,
         )
-        ax.legend(fontsize=SMALL, loc="upper right")
-        figure.suptitle(finding(found).replace("; ", ";\n"), fontsize=11)
-        figure.supxlabel(_caption(group, found), fontsize=SMALL, color="#666666")
+        ax.legend(fontsize=SMALL_FONT_SIZE, loc="upper right")
+        figure.suptitle(finding(results).replace("; ", ";\n"), fontsize=11)
+        figure.supxlabel(
+            _caption(group, results), fontsize=SMALL_FONT_SIZE, color="#666666"
+        )
     return figure
 
 
-def _caption(group: pd.DataFrame, found: DateOutcome) -> str:
+def _caption(group: pd.DataFrame, results: DateOutcome) -> str:
     first = group.iloc[0]
-    n = min(len(loss.values) for loss in found.losses.values())
-    reached = levels.reached(group[group["stop"] == 0])
+    n = min(len(loss.values) for loss in results.losses.values())
+    reached = levels.quality_text(group[group["stop"] == 0])
     return (
-        f"{run_groups.title_of(group)}; {found.deficit_steps} steps at {first['q_min']} "
+        f"{run_groups.title_of(group)}; {results.deficit_steps} steps at {first['q_min']} "
         f"instead of {first['q_max']} bits, "
-        f"{found.recovery_steps} steps after each; n = {n}; 95 % intervals;\n"
+        f"{results.recovery_steps} steps after each; n = {n}; 95 % intervals;\n"
         f"without a deficit {reached}. Secondary effects, without correction."
     )
 
 
-def _described(found: DateOutcome) -> str:
-    return "; ".join(f"{loss.what}: {loss.shown()}" for loss in found.losses.values())
+def _losses_text(results: DateOutcome) -> str:
+    return "; ".join(
+        f"{loss.description}: {loss.text()}" for loss in results.losses.values()
+    )
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
@@ -379,11 +401,15 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     for group in dated_groups(runs):
         if not list(at_equal_recovery(costs(group))):
             continue
-        found = outcome(group)
+        results = outcome(group)
         title = f"Costs of a deficit by date and learning-rate decay: {run_groups.title_of(group)}"
-        note = f"{finding(found)}. Secondary effects: without correction for several tests."
+        note = f"{finding(results)}. Secondary effects: without correction for several tests."
         yield Section(
-            title, (note,), decay_figure(group), _described(found), loss_table(found)
+            title,
+            (note,),
+            decay_figure(group),
+            _losses_text(results),
+            loss_table(results),
         )
-        if found.differences:
-            yield Section(f"{title}: decays compared", table=difference_table(found))
+        if results.differences:
+            yield Section(f"{title}: decays compared", table=difference_table(results))

@@ -1,6 +1,12 @@
-"""Effects: what the runs of an experiment say, in the direction of a claim."""
+"""Effects: differences that the runs of an experiment show, positive in the direction of a claim.
+
+``Effect`` holds one difference with its interval as a function of the test level; ``Claim`` is a line of
+``data/paper/claims.csv``. ``effect_of`` makes an effect from differences by seed, ``minus`` and ``arm_minus`` from two
+arms.
+"""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, wraps
@@ -14,73 +20,72 @@ from cpt_lab.analysis import levels, quality_cost, run_groups, statistics
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_lab.paths import results_dir
 
-LEAST_SEEDS = 3
+MIN_SEEDS = 3
 Interval = tuple[float, float, float]  # mean, low, high
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What one experiment says, in the direction of a claim."""
+    """A difference measured in one experiment, positive in the direction of a claim."""
 
-    experiment: str  # what was trained, in words; ``place`` the same in short: data set and model; ``bits`` its q_min
-    scale: str  # of the runs; "exact" of what is computed
-    at: Callable[
-        [float], Interval
-    ]  # the effect with its interval at 1 - alpha, from alpha
+    experiment: (
+        str  # title and bits of the training, such as "ResNet-8 on ..., 3 to 8 bits"
+    )
+    scale: str  # of the runs; "exact" for effects that are computed
+    # mean and interval of the effect at level 1 - alpha, as a function of alpha
+    interval_at: Callable[[float], Interval]
     n: int  # seeds that were compared
-    what: str  # what was compared
-    place: str = ""
-    bits: str = ""
-    stores: tuple[str, ...] = ()  # that the runs are in
+    comparison: str  # the two sides, such as "CR minus static 8"
+    place: str = ""  # data set and model, such as "digits/cnn"
+    bits: str = ""  # such as "q_min 3"
+    stores: tuple[str, ...] = ()  # file names of the runs' stores
     task: str = ""
     dataset: str = ""
-    started: tuple[str, ...] = ()  # when the runs that were compared were started, ISO
-    diverged: int = 0  # how many of them did
-    others: tuple[
-        "Effect", ...
-    ] = ()  # the same effect against further controls; all have to agree
-    compared: tuple[
-        tuple[Any, ...], ...
-    ] = ()  # values of ``levels.LEVEL_COLUMNS`` of the runs that were compared
-    level: str = (
-        ""  # what full bits reach in this experiment, such as "static 8 reaches 82.1 %"
-    )
+    start_times: tuple[str, ...] = ()  # of the compared runs, ISO 8601
+    diverged: int = 0  # number of compared runs that diverged
+    # the effect against further controls; a verdict needs all of them to agree
+    other_controls: tuple["Effect", ...] = ()
+    # values of ``levels.LEVEL_COLUMNS`` of the compared runs
+    level_keys: tuple[tuple[Any, ...], ...] = ()
+    level: str = ""  # quality at full bits, such as "static 8 reaches 82.1 %"
 
     @property
     def interval(self) -> Interval:
-        """The effect with the interval that is shown."""
-        return self.at(statistics.ALPHA)
+        """Mean and 95 % interval, as shown on pages."""
+        return self.interval_at(statistics.ALPHA)
 
     def __str__(self) -> str:
-        """Return it in words; exact ones have no interval."""
+        """Return the effect in words; a computed effect has no interval."""
         if self.scale == "exact":
-            return self.what
+            return self.comparison
         higher = self.higher_range_test()
         below = f" (below the {higher} that the range test finds)" if higher else ""
         level = f"; {self.level}" if self.level else ""
-        return f"{self.experiment}{below}{level}: {'; '.join(e.number() for e in (self, *self.others))}"
+        numbers = [effect.number() for effect in (self, *self.other_controls)]
+        return f"{self.experiment}{below}{level}: {'; '.join(numbers)}"
 
     def higher_range_test(self) -> int:
-        """Return the q_min that the range test finds if it is higher than that of the runs, else 0."""
-        found = int(range_tests().get(self.place, {}).get("q_min") or 0)
-        return found if self.bits < f"q_min {found}" else 0
+        """Return the q_min of the range test if it is higher than that of the runs, else 0."""
+        tested_q_min = int(range_tests().get(self.place, {}).get("q_min") or 0)
+        return tested_q_min if self.bits < f"q_min {tested_q_min}" else 0
 
     def number(self) -> str:
-        """Return what was compared with its effect."""
+        """Return the comparison with its mean, interval and number of seeds."""
         mean, low, high = self.interval
-        lost = (
-            f", {self.diverged} of {len(self.started)} runs diverged"
-            if self.diverged
-            else ""
-        )
-        if mean != mean:
-            return f"{self.what}: no seed to compare{lost}"
-        return f"{self.what}: {interval_text(mean, low, high)}, n = {self.n}{lost}"
+        divergence_note = ""
+        if self.diverged:
+            divergence_note = (
+                f", {self.diverged} of {len(self.start_times)} runs diverged"
+            )
+        if math.isnan(mean):
+            return f"{self.comparison}: no seed to compare{divergence_note}"
+        shown = interval_text(mean, low, high)
+        return f"{self.comparison}: {shown}, n = {self.n}{divergence_note}"
 
 
 @cache
 def range_tests() -> dict[str, dict[str, Any]]:
-    """Return the kept range tests, by data set and model."""
+    """Return the stored results of the range tests, by data set and model."""
     tests: dict[str, Any] = json.loads(
         (results_dir() / "range_tests.json").read_text(encoding="utf-8")
     )["tests"]
@@ -89,13 +94,24 @@ def range_tests() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of ``claims.csv``.
+    """A line of ``claims.csv``.
 
-    ``a`` and ``b`` are what is compared (``named_arm``). ``tasks`` limits it to a task ("" for all), ``only`` to runs
-    with some values, such as "q_max=8 model=gcn"; without an aggregation FP-Agg is meant, where the measure does not
-    compare both. ``grids`` are those that decide it: at paper scale only their data sets count. ``since`` says when its
-    rule was changed last (UTC), ``rule`` is the fingerprint of that rule (``rules.fingerprint``): `git log -S RULE
-    data/paper/claims.csv` names the commit.
+    Attributes:
+        id: short name of the claim.
+        claim: the claim in words.
+        place: where the paper makes it.
+        measure: name of the function in ``claim_measures.MEASURES`` that yields its effects.
+        a: first side of the comparison, see ``named_arm``.
+        b: second side of the comparison.
+        tasks: the task that the claim is about; "" for all tasks.
+        only: conditions on columns of the runs, such as "q_max=8 model=gcn". Without an aggregation FP-Agg is meant,
+            unless the measure compares both.
+        test: how an interval becomes a verdict, see ``claims.verdict``.
+        margin: smallest effect that confirms the claim.
+        grids: the grids that decide the claim: at paper scale only their data sets count.
+        since: when the rule was changed last (UTC).
+        rule: fingerprint of the rule (``bench.date_claim_rules``): `git log -S RULE data/paper/claims.csv` names the
+            commit.
     """
 
     id: str
@@ -116,10 +132,10 @@ class Claim:
 def effect_of(
     runs: pd.DataFrame,
     differences: Iterable[float],
-    what: str,
-    others: tuple[Effect, ...] = (),
+    comparison: str,
+    other_controls: tuple[Effect, ...] = (),
 ) -> Effect:
-    """Make an effect of differences by seed, as stored and positive in the claim's direction; of the runs compared."""
+    """Make the effect of runs from differences by seed, as stored and positive in the claim's direction."""
     values = metric_named(metric_of(runs)).factor * np.asarray(
         list(differences), dtype=float
     )
@@ -127,27 +143,27 @@ def effect_of(
         runs,
         lambda alpha: statistics.interval(values, alpha),
         len(values),
-        what,
-        others,
+        comparison,
+        other_controls,
     )
 
 
 def effect_at(
     runs: pd.DataFrame,
-    at: Callable[[float], Interval],
+    interval_at: Callable[[float], Interval],
     n: int,
-    what: str,
-    others: tuple[Effect, ...] = (),
+    comparison: str,
+    other_controls: tuple[Effect, ...] = (),
 ) -> Effect:
-    """Make an effect whose interval is a function of its level; of the runs compared."""
+    """Make the effect of runs whose interval is a function of the test level."""
     first = runs.iloc[0]
     dataset = str(first["dataset"]).rstrip("/")
     return Effect(
         f"{run_groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits",
         str(first["scale"]),
-        at,
+        interval_at,
         n,
-        what,
+        comparison,
         f"{dataset}/{first['model']}",
         f"q_min {first['q_min']}",
         tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store})),
@@ -155,69 +171,75 @@ def effect_at(
         dataset,
         tuple(runs["started"]),
         int(runs["diverged"].sum()),
-        others,
+        other_controls,
     )
 
 
-def _with_compared(make: Callable[..., Effect]) -> Callable[..., Effect]:
-    """Add to an effect in which recipes its runs were trained, from which its level is found."""
+def _with_level_keys(make: Callable[..., Effect]) -> Callable[..., Effect]:
+    """Add the recipes of the compared runs to an effect, from which its quality at full bits is found."""
 
     @wraps(make)
-    def with_compared(runs: pd.DataFrame, *args: Any, **kwargs: Any) -> Effect:
+    def with_level_keys(runs: pd.DataFrame, *args: Any, **kwargs: Any) -> Effect:
         recipes = (
             runs[levels.LEVEL_COLUMNS]
             .drop_duplicates()
             .itertuples(index=False, name=None)
         )
-        return replace(make(runs, *args, **kwargs), compared=tuple(recipes))
+        return replace(make(runs, *args, **kwargs), level_keys=tuple(recipes))
 
-    return with_compared
+    return with_level_keys
 
 
-effect_at = _with_compared(
-    effect_at
-)  # not above it: the fingerprint of a rule is that of what it computes
+# Not a decorator: the fingerprint of a claim's rule covers the source of the function, without its level.
+effect_at = _with_level_keys(effect_at)
 
 
 def quality_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """Runs with a column "quality", more is better; of a perplexity 100 times minus its logarithm."""
+    """Return runs with a column "quality", for which more is better.
+
+    The quality of a perplexity is -100 times its logarithm.
+    """
     metric = metric_of(runs)
-    values = (
-        -100 * np.log(runs[metric])
-        if metric == "perplexity"
-        else metric_named(metric).better * runs[metric]
-    )
+    if metric == "perplexity":
+        values = -100 * np.log(runs[metric])
+    else:
+        values = metric_named(metric).better * runs[metric]
     return runs.assign(quality=values)
 
 
 def minus(runs: pd.DataFrame, a: str, b: str, words: str = "") -> Iterator[Effect]:
-    """Quality of ``a`` minus that of ``b``, see ``named_arm``; nothing when one of them was not run."""
+    """Yield the quality of ``a`` minus that of ``b`` (``named_arm``); nothing if one of them did not run."""
     runs = quality_of(runs)
     try:
-        x, y = named_arm(runs, a), named_arm(runs, b)
-        sides = quality_cost.runs_of(runs, x), quality_cost.runs_of(runs, y)
+        names = named_arm(runs, a), named_arm(runs, b)
+        sides = [quality_cost.runs_of(runs, name) for name in names]
     except ValueError:
         return
-    what = " minus ".join(
-        _called(side, name) for side, name in zip(sides, (x, y), strict=True)
-    )
-    yield effect_of(
-        pd.concat(sides), statistics.paired(*sides, "quality"), what + words
-    )
+    arm_names = [_arm_name(side, name) for side, name in zip(sides, names, strict=True)]
+    comparison = " minus ".join(arm_names) + words
+    first, second = sides
+    differences = statistics.paired(first, second, "quality")
+    yield effect_of(pd.concat(sides), differences, comparison)
 
 
-def _called(side: pd.DataFrame, name: str) -> str:
-    """An arm, or a group of savings with the arms that stand for it where some of the suite were not run."""
+def _arm_name(side: pd.DataFrame, name: str) -> str:
+    """Return the name of an arm or of a savings group, with the group's arms if some of them did not run."""
     arms = [arm for arm, profile in SUITE.items() if profile.savings == name]
-    there = [arm for arm in arms if arm in set(side["arm"])]
-    return name if there == arms else f"{name} ({', '.join(there)} alone)"
+    stored_arms = [arm for arm in arms if arm in set(side["arm"])]
+    if stored_arms == arms:
+        return name
+    return f"{name} ({', '.join(stored_arms)} alone)"
 
 
 def named_arm(runs: pd.DataFrame, name: str) -> str:
-    """Return the arm or group of savings that a claim means: "static" is static q_max, "worst" and "second worst" those
-    of the ten schedules by the mean quality of one experiment's runs; others are called by their names.
+    """Return the arm or savings group that a claim names.
 
-    ValueError when not all ten schedules were run. That the worst of ten is picked counts against a claim about all.
+    "static" is static q_max. "worst" and "second worst" are those of the ten schedules, by the mean quality over one
+    experiment's runs. Any other name is returned as it is. That the worst of ten is picked counts against a claim about
+    all schedules.
+
+    Raises:
+        ValueError: if "worst" is named and not all ten schedules were run.
     """
     if name == "static":
         return f"static {runs['q_max'].iloc[0]}"
@@ -230,12 +252,13 @@ def named_arm(runs: pd.DataFrame, name: str) -> str:
 
 
 def arm_minus(
-    runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], what: str
+    runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], comparison: str
 ) -> Effect:
-    """Quality of ``a`` minus that of ``b``, each an arm of a recipe."""
+    """Return the quality of ``a`` minus that of ``b``, each an (arm, recipe)."""
     runs = quality_of(runs)
-    x, y = (
-        runs[(runs["arm"] == arm) & (runs["recipe"] == recipe)]
-        for arm, recipe in (a, b)
-    )
-    return effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)
+    sides = []
+    for arm, recipe in (a, b):
+        sides.append(runs[(runs["arm"] == arm) & (runs["recipe"] == recipe)])
+    first, second = sides
+    differences = statistics.paired(first, second, "quality")
+    return effect_of(pd.concat(sides), differences, comparison)

@@ -1,4 +1,4 @@
-"""What equal BitOps buy: numbers and table.  Beyond the paper."""
+"""Comparison of arms at equal BitOps: numbers and table.  Beyond the paper."""
 
 import re
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.run_groups import equal_cost_groups, with_unique_names
 from cpt_lab.analysis.statistics import interval, paired
 
-WITHIN = 0.05  # how much dearer or cheaper than RR an arm may be to be compared with it
+# largest relative difference in BitOps to RR of an arm that is compared with it
+COST_TOLERANCE = 0.05
 
 
 def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
-    """Compare arms that spent the same number of BitOps, give or take ``WITHIN``, by seed.
+    """Compare arms of equal BitOps, within ``COST_TOLERANCE``, by seed.
 
     Args:
         runs: of one recipe, at any length of training (``designs.equal_cost``).
@@ -30,75 +31,79 @@ def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     planned = runs["relative_cost"] * runs["total_steps"]
     unit = (runs["bitops"] / planned)[~runs["diverged"]].median()
     runs = runs.assign(bitops=runs["bitops"].where(~runs["diverged"], unit * planned))
-    lines = []
-    for base in [
-        a for a in runs["arm"].unique() if re.fullmatch(r"RR( at [\d.]+)?", a)
-    ]:
+
+    rows = []
+    bases = [
+        arm for arm in runs["arm"].unique() if re.fullmatch(r"RR( at [\d.]+)?", arm)
+    ]
+    for base in bases:
         reference = runs[runs["arm"] == base]
-        # RR of other budgets, delayed or not, belongs to them even where its cost is near
-        other = runs["arm"].str.startswith("RR") & ~runs["arm"].str.match(
-            rf"{re.escape(base)}( delayed|$)"
-        )
-        for arm, part in runs[~other].groupby("arm", sort=False):
-            spent = float(part["bitops"].mean() / reference["bitops"].mean())
-            if abs(spent - 1) <= WITHIN:
-                values, gains = (
-                    part[metric],
-                    metric_named(metric).better * paired(part, reference, metric),
-                )
-                gains = gains if arm != base else gains.iloc[:0]
-                mean, low, high = interval(gains)
-                lines.append(
-                    {
-                        "base": base,
-                        "arm": arm,
-                        "spent": spent,
-                        "mean": values.mean(),
-                        "std": values.std(),
-                        "n": int(values.count()),
-                        "diverged": int(part["diverged"].sum()),
-                        "difference": mean,
-                        "low": low,
-                        "high": high,
-                        "better": int((gains > 0).sum()),
-                        "pairs": len(gains),
-                    }
-                )
-    if not lines:
+        # RR of another budget, delayed or not, belongs to that budget even if its cost is near.
+        own_variants = rf"{re.escape(base)}( delayed|$)"
+        is_rr = runs["arm"].str.startswith("RR")
+        is_other_budget = is_rr & ~runs["arm"].str.match(own_variants)
+        for arm, part in runs[~is_other_budget].groupby("arm", sort=False):
+            cost_ratio = float(part["bitops"].mean() / reference["bitops"].mean())
+            if abs(cost_ratio - 1) <= COST_TOLERANCE:
+                numbers = _compare_with_base(part, reference, metric)
+                rows.append({"base": base, "arm": arm, "spent": cost_ratio, **numbers})
+    if not rows:
         raise ValueError(
             "no rows of RR that others could be compared with; run designs.equal_cost"
         )
-    return pd.DataFrame(lines)
+    return pd.DataFrame(rows)
+
+
+def _compare_with_base(
+    part: pd.DataFrame, reference: pd.DataFrame, metric: str
+) -> dict[str, float | int]:
+    """Return mean and spread of an arm, and its gain on the base by seed; the base itself has no gain."""
+    values = part[metric]
+    gains = metric_named(metric).better * paired(part, reference, metric)
+    if part["arm"].iloc[0] == reference["arm"].iloc[0]:
+        gains = gains.iloc[:0]
+    mean, low, high = interval(gains)
+    return {
+        "mean": values.mean(),
+        "std": values.std(),
+        "n": int(values.count()),
+        "diverged": int(part["diverged"].sum()),
+        "difference": mean,
+        "low": low,
+        "high": high,
+        "better": int((gains > 0).sum()),
+        "pairs": len(gains),
+    }
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return ``equal_cost`` for people; runs as there."""
+    """Return a printable form of ``equal_cost``."""
     name = metric_of(runs)
-    metric, found = metric_named(name), equal_cost(runs)
+    metric, arms = metric_named(name), equal_cost(runs)
     cells = {
-        "arm": found.arm,
-        "BitOps / those of RR": found.spent.map("{:.3f}".format),
-        f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
-        "std": metric.text(found["std"]),
-        "n": found.n,
+        "arm": arms.arm,
+        "BitOps / those of RR": arms.spent.map("{:.3f}".format),
+        f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
+        "std": metric.text(arms["std"]),
+        "n": arms.n,
         "better than RR by [95 %]": intervals(
-            replace(metric, digits=metric.digits + 1), found
+            replace(metric, digits=metric.digits + 1), arms
         ),
         "better": [
             f"{r.better} of {r.pairs}" if r.arm != r.base else ""
-            for r in found.itertuples()
+            for r in arms.itertuples()
         ],
-        "diverged": found.diverged,
+        "diverged": arms.diverged,
     }
     return pd.DataFrame(cells)
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield what the same BitOps buy, for every recipe where that was tried."""
+    """Yield the comparison at equal BitOps of every recipe that has one."""
     for name, group in with_unique_names(equal_cost_groups(runs)):
         try:
-            found = equal_cost(group)
+            arms = equal_cost(group)
         except ValueError:  # RR itself is missing
             continue
-        if (found.arm != found.base).any():
+        if (arms.arm != arms.base).any():
             yield Section(f"Equal cost: {name}", table=summary(group))

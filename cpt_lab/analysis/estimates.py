@@ -1,4 +1,4 @@
-"""An effect with its t-tests, Holm's correction over several tests, and the runs that both need.
+"""An effect with its t-tests, Holm's correction over several tests, and tables of the runs that both need.
 
 >>> Estimate("a minus b", "points", np.array([0.9, 1.1, 1.0])).p(0.5, "greater") < 0.01
 True
@@ -19,25 +19,33 @@ from cpt_lab.analysis.statistics import ALPHA, interval
 from cpt_lab.experiments.spec import RunSpec
 
 POINTS, PERCENT = "points", "%"
-TOP, CURRENT_BITS = "8 bits", "their own bits"
+EIGHT_BITS, CURRENT_BITS = "8 bits", "their own bits"
+# bits at which runs are evaluated -> suffix of the metric's column
 EVALUATION_RULES = {
-    TOP: "",
+    EIGHT_BITS: "",
     CURRENT_BITS: "_current",
-}  # where runs are evaluated, and what follows the metric in rows
+}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An effect, one value a seed: ``what``, its ``unit``, and the ``margin`` within which it is too small to name."""
+    """An effect with one value per seed.
 
-    what: str
+    Attributes:
+        description: the effect in words.
+        unit: such as "points".
+        values: one per seed.
+        margin: effects within +- margin do not count; NaN for none.
+    """
+
+    description: str
     unit: str
     values: np.ndarray
     margin: float = math.nan
 
     @property
     def mean(self) -> float:
-        """Over seeds."""
+        """Mean over seeds."""
         return float(np.mean(self.values))
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
@@ -45,14 +53,15 @@ class Estimate:
         return interval(self.values, alpha)[1:]
 
     def p(self, bound: float = 0.0, side: str = "two-sided") -> float:
-        """Return the p-value of the t-test against ``bound``; of being "greater" or "less" alone, or of both."""
-        if stats.sem(self.values) == 0:  # all seeds alike: scipy warns, or has NaN
+        """Return the p-value of the t-test against ``bound``: "two-sided", or that of being "greater" or "less"."""
+        if stats.sem(self.values) == 0:  # scipy warns or returns NaN for equal values
             away = self.mean - bound
-            return (
-                0.0
-                if {"two-sided": away != 0, "greater": away > 0, "less": away < 0}[side]
-                else 1.0
-            )
+            is_beyond = {
+                "two-sided": away != 0,
+                "greater": away > 0,
+                "less": away < 0,
+            }
+            return 0.0 if is_beyond[side] else 1.0
         return float(stats.ttest_1samp(self.values, bound, alternative=side).pvalue)
 
     @property
@@ -62,40 +71,36 @@ class Estimate:
         return -self.margin < low and high < self.margin
 
     def __str__(self) -> str:
-        return (
-            f"{self.what}: {self.shown()}, n = {len(self.values)}, p = {self.p():.2g}"
-        )
+        seeds = len(self.values)
+        return f"{self.description}: {self.text()}, n = {seeds}, p = {self.p():.2g}"
 
-    def shown(self) -> str:
+    def text(self) -> str:
         """Return the mean with its interval and unit, such as "-0.6 [-0.8, -0.3] points"."""
         return f"{interval_text(self.mean, *self.interval())} {self.unit}".strip()
 
 
 def find_rows(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
-    """Return the newest rows of specs in their order; where some are missing, a word such as "open: 3 of 9 runs"."""
-    keys, known = (
-        [spec.key for spec in specs],
-        runs.drop_duplicates("key", keep="last").set_index("key"),
-    )
-    there = sum(key in known.index for key in keys)
-    return (
-        known.loc[keys]
-        if there == len(keys)
-        else f"open: {there} of {plural(len(keys), 'run')}"
-    )
+    """Return the newest row of every spec, in order; if some are missing, a note such as "open: 3 of 9 runs"."""
+    keys = [spec.key for spec in specs]
+    stored_rows = runs.drop_duplicates("key", keep="last").set_index("key")
+    num_stored = sum(key in stored_rows.index for key in keys)
+    if num_stored < len(keys):
+        return f"open: {num_stored} of {plural(len(keys), 'run')}"
+    return stored_rows.loc[keys]
 
 
 def unit_of(rows: pd.DataFrame) -> str:
-    """Return the unit of ``quality``: percent of a perplexity, points of an accuracy."""
+    """Return the unit of ``quality``: percent for a perplexity, points for an accuracy."""
     return PERCENT if metric_of(rows) == "perplexity" else POINTS
 
 
 def quality(rows: pd.DataFrame, outputs: int, column: str = "") -> np.ndarray:
-    """Return points of accuracy, or 100 times minus the logarithm of the perplexity; chance where a run was lost.
+    """Return points of accuracy, or -100 times the logarithm of the perplexity; chance for lost runs.
 
     Args:
-        outputs: classes or words.
-        column: what follows the name of the metric, such as "_current".
+        rows: runs of one task.
+        outputs: number of classes or words.
+        column: suffix of the metric's column, such as "_current".
     """
     metric = metric_of(rows)
     values = rows[metric + column].where(
@@ -106,7 +111,7 @@ def quality(rows: pd.DataFrame, outputs: int, column: str = "") -> np.ndarray:
     ].to_numpy(dtype=float)
 
 
-def by_run(
+def run_frame(
     specs: Sequence[RunSpec],
     rows: pd.DataFrame,
     outputs: int,
@@ -114,15 +119,16 @@ def by_run(
 ) -> pd.DataFrame:
     """Return one line per run: spec, seed, arm, unit, whether it was lost, its BitOps, and ``quality`` by ``columns``.
 
-    An arm goes without the number that a grid adds to its name, as in "over time at 0.417".
+    An arm is named without the number that a grid appends, as in "over time at 0.417".
 
     Args:
-        rows: theirs, in the same order.
-        outputs: classes or words.
-        columns: name -> what follows the metric.
+        specs: the runs.
+        rows: the row of every spec, in the same order.
+        outputs: number of classes or words.
+        columns: name of a quality column -> suffix of the metric's column.
     """
     arms = [re.sub(r" at [\d.]+$", "", spec.arm) for spec in specs]
-    found = pd.DataFrame(
+    frame = pd.DataFrame(
         {
             "spec": specs,
             "seed": [spec.seed for spec in specs],
@@ -130,34 +136,41 @@ def by_run(
             "unit": unit_of(rows),
         }
     )
-    taken = {name: rows[name].to_numpy() for name in ("bitops", "bitops_per_op")}
+    costs = {name: rows[name].to_numpy() for name in ("bitops", "bitops_per_op")}
     values = {name: quality(rows, outputs, column) for name, column in columns.items()}
-    return found.assign(lost=(rows["status"] != "ok").to_numpy(), **taken, **values)
+    return frame.assign(lost=(rows["status"] != "ok").to_numpy(), **costs, **values)
 
 
-def seeds_by_arms(runs: pd.DataFrame, value: str = TOP) -> pd.DataFrame:
-    """Return a column of ``by_run``, seeds by arms, arms in the order of the design."""
+def seeds_by_arms(runs: pd.DataFrame, value: str = EIGHT_BITS) -> pd.DataFrame:
+    """Return a column of ``run_frame`` as a table of seeds by arms, arms in the order of the design."""
     return runs.pivot(index="seed", columns="arm", values=value)[
         list(dict.fromkeys(runs["arm"]))
     ]
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return p-values adjusted by Holm's step-down method; NaN counts as a test that may still come, and stays."""
+    """Return p-values adjusted by Holm's step-down method.
+
+    NaN stands for a test whose runs are missing: it counts in the correction and stays NaN.
+    """
     order = np.argsort(np.nan_to_num(np.asarray(p, float), nan=1.0), kind="stable")
-    adjusted, highest = [math.nan] * len(p), 0.0
+    adjusted = [math.nan] * len(p)
+    highest = 0.0
     for rank, i in enumerate(order):
-        if p[i] == p[i]:
-            highest = max(highest, min(1.0, (len(p) - rank) * p[i]))
-            adjusted[i] = highest
+        if math.isnan(p[i]):
+            continue
+        highest = max(highest, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = highest
     return adjusted
 
 
 def significant_effects(
     effects: Sequence[Estimate], side: str, level: float
 ) -> list[str]:
-    """Return the effects that lie on one side of 0, with Holm's correction over all of them."""
+    """Return the effects on one side ("greater" or "less") of 0 at a level, with Holm's correction over all effects."""
     adjusted = holm([effect.p(0.0, side) for effect in effects])
     return [
-        effect.what for effect, p in zip(effects, adjusted, strict=True) if p < level
+        effect.description
+        for effect, p in zip(effects, adjusted, strict=True)
+        if p < level
     ]

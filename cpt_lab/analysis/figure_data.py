@@ -1,4 +1,4 @@
-"""The runs that a figure of the paper is drawn from: its experiments, those that show most first.  Needs no torch."""
+"""Stored runs that a figure of the paper is drawn from, the most informative experiment first.  No torch."""
 
 from functools import cache
 from typing import NamedTuple
@@ -22,7 +22,7 @@ _TASKS = {"figure_3": "image", "figure_4": "detection", "figure_6": "graph"}
 def experiments(
     artefact: str, runs: pd.DataFrame | None = None, model: str = ""
 ) -> list[pd.DataFrame]:
-    """Return the experiments of a figure, those that show most first.
+    """Return the experiments of a figure, the most informative first.
 
     An experiment is one recipe at one scale, with any q_max and both aggregations. The order is by scale, then by the
     data (real data before embedded stand-ins), then by the number of q_max, schedules and seeds. Experiments with fewer
@@ -30,20 +30,22 @@ def experiments(
 
     Args:
         artefact: "figure_3" to "figure_8", "table_1", or "figure_7/language_model" and "figure_7/entailment".
-        runs: None takes all committed rows.
-        model: only runs of this model; "" takes all.
+        runs: None uses all committed rows.
+        model: only runs of this model; "" for all models.
     """
-    found = all_committed() if runs is None else runs
-    found = found[found["scale"] != "smoke"]
+    candidates = all_committed() if runs is None else runs
+    candidates = candidates[candidates["scale"] != "smoke"]
     if model:
-        found = found[found["model"] == model]
+        candidates = candidates[candidates["model"] == model]
     figure, _, task = artefact.partition("/")
     if figure in ("figure_8", "table_1"):
         parts = run_groups.deficit_groups(
-            found[found["task"] == "image"] if figure == "table_1" else found
+            candidates[candidates["task"] == "image"]
+            if figure == "table_1"
+            else candidates
         )
     elif figure == "figure_5":
-        parts = run_groups.aggregation_groups(found)
+        parts = run_groups.aggregation_groups(candidates)
     else:
         tasks = (
             [task]
@@ -52,20 +54,20 @@ def experiments(
             if figure in _TASKS
             else ["language_model", "entailment"]
         )
-        parts = _by_recipe(found[found["task"].isin(tasks)])
-    return sorted((part for part in parts if len(part)), key=_shows, reverse=True)
+        parts = _by_recipe(candidates[candidates["task"].isin(tasks)])
+    return sorted((part for part in parts if len(part)), key=_relevance, reverse=True)
 
 
 def best_rows(
     artefact: str, runs: pd.DataFrame | None = None, model: str = ""
 ) -> pd.DataFrame:
-    """Return the experiment of a figure that shows most; an empty table where there is none."""
-    found = experiments(artefact, runs, model)
-    return found[0] if found else all_committed().iloc[:0]
+    """Return the most informative experiment of a figure; an empty table if there is none."""
+    candidates = experiments(artefact, runs, model)
+    return candidates[0] if candidates else all_committed().iloc[:0]
 
 
 def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
-    """Return the specs of rows of the committed stores, read from these stores; other rows are left out."""
+    """Return the specs of rows from the committed stores; other rows are left out."""
     specs = []
     for store, part in runs.groupby("store"):
         keys = set(part["key"])
@@ -81,12 +83,12 @@ def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
 
 @cache
 def all_committed() -> pd.DataFrame:
-    """Return the table of all committed rows, read once."""
+    """Return the table of all committed rows, which is read once and cached."""
     return committed()
 
 
 def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split runs of quality against cost by recipe, preset and scale: q_max and aggregation stay together."""
+    """Split runs of quality against cost by recipe, preset and scale; q_max and aggregation stay together."""
     parts = run_groups.quality_cost_groups(runs)
     if not parts:
         return []
@@ -94,31 +96,31 @@ def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:
     return [part for _, part in pd.concat(parts).groupby(columns, sort=False)]
 
 
-class _Shows(NamedTuple):
-    """How much an experiment shows, as a key to sort by."""
+class _Relevance(NamedTuple):
+    """How informative an experiment is; a sort key, larger is better."""
 
-    enough: bool  # it has what its figure needs
-    scale: int
+    has_enough: bool  # it has the arms that its figure needs
+    scale: int  # index in ``SCALES``
     is_real: bool  # its data are not embedded
-    halves: int  # number of q_max at which schedules ran
+    num_q_max: int  # number of q_max at which schedules ran
     schedules: int
     seeds: int
 
 
-def _shows(part: pd.DataFrame) -> _Shows:
+def _relevance(part: pd.DataFrame) -> _Relevance:
     first = part.iloc[0]
-    of_suite = part[part["arm"].isin(SUITE)]
-    schedules = of_suite["arm"].nunique()
+    suite_runs = part[part["arm"].isin(SUITE)]
+    schedules = suite_runs["arm"].nunique()
     is_embedded = str(first["dataset"]) in DATASETS and bool(
         DATASETS[str(first["dataset"])].embedded
     )
     has_deficits = part["kind"].eq("deficit").any()
     has_both_aggregations = part["aggregation"].nunique() == 2
-    return _Shows(
+    return _Relevance(
         bool(schedules >= MIN_SCHEDULES or has_deficits or has_both_aggregations),
         SCALES.index(first["scale"]),
         not is_embedded,
-        of_suite["q_max"].nunique(),
+        suite_runs["q_max"].nunique(),
         schedules,
         int(part.groupby("arm")["seed"].nunique().median()),
     )

@@ -1,4 +1,7 @@
-"""The paper's figures by number, and two of what rounding does. Figures 3, 4, 6 and 7 differ by the task of runs."""
+"""Figures of the paper by number, and two figures of rounding.
+
+Figures 3, 4, 6 and 7 differ in the task of their runs alone.
+"""
 
 from cpt_lab.analysis.aggregation import figure_5 as figure_5
 from cpt_lab.analysis.critical_periods import figure_8 as figure_8

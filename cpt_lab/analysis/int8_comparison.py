@@ -1,4 +1,7 @@
-"""Products on codes beside simulated ones, whose runs differ as two seeds of rounding noise.  Beyond the paper."""
+"""Int8 matmuls compared with simulated ones.  Beyond the paper.
+
+The runs of both differ as two seeds of rounding noise do.
+"""
 
 from collections.abc import Iterator
 
@@ -11,7 +14,7 @@ from cpt_lab.analysis.statistics import interval, paired
 from cpt_lab.experiments.grids import find_grids
 from cpt_lab.experiments.schema import LOSS
 
-# what is compared -> (execution, shared steps) of both sides
+# name of a comparison -> (execution, shared steps) of both sides
 COMPARISONS = {
     "integer minus simulated": (("integer", False), ("simulated", False)),
     "integer minus simulated, shared steps": (("integer", True), ("simulated", True)),
@@ -23,28 +26,29 @@ COMPARISONS = {
 
 
 def executions(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return the runs of every grid of ``designs.execution`` of which there are some of both kinds.
+    """Return the runs of every grid of ``designs.execution`` that has both kinds of execution.
 
-    With columns ``execution`` and ``shared_steps`` as in their recipes.
+    The tables have the columns ``execution`` and ``shared_steps`` of the recipes.
     """
     parts = []
     for grid in find_grids("execution").values():
         recipes = {spec.key: spec.recipe for spec in grid.make(grid.scales[0])}
         part = runs[runs["key"].isin(recipes)]
-        ways = {
-            name: [getattr(recipes[key], name) for key in part["key"]]
-            for name in ("execution", "shared_steps")
-        }
-        parts.append(part.assign(**ways))
-    return [part for part in parts if part["execution"].nunique() > 1]
+        columns = {}
+        for name in ("execution", "shared_steps"):
+            columns[name] = [getattr(recipes[key], name) for key in part["key"]]
+        part = part.assign(**columns)
+        if part["execution"].nunique() > 1:
+            parts.append(part)
+    return parts
 
 
 def execution_difference(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Compare how products are computed, by seed.
+    """Compare int8 with simulated matmuls, by seed.
 
     Args:
-        runs: one of ``executions``.
-        metric: a column.
+        runs: one of the tables of ``executions``.
+        metric: the compared column.
 
     Returns:
         For each of ``COMPARISONS`` that both sides have: difference (as stored, positive when the first is larger) with
@@ -68,24 +72,24 @@ def execution_difference(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return ``execution_difference`` for people, of the main metric and of the test loss; runs as there."""
+    """Return a printable table of ``execution_difference`` for the main metric and the test loss."""
     parts = []
     for metric in (metric_named(metric_of(runs)), LOSS):
-        found = execution_difference(runs, metric.name)
+        differences = execution_difference(runs, metric.name)
         cells = {
-            "comparison": found["comparison"],
+            "comparison": differences["comparison"],
             "of": f"{metric.name} {metric.unit}".rstrip(),
-            "difference [95 %]": intervals(metric, found),
-            "std over seeds": metric.text(found["std"]),
-            "pairs": found["pairs"],
-            "diverged": found["diverged"],
+            "difference [95 %]": intervals(metric, differences),
+            "std over seeds": metric.text(differences["std"]),
+            "pairs": differences["pairs"],
+            "diverged": differences["diverged"],
         }
         parts.append(pd.DataFrame(cells))
     return pd.concat(parts, ignore_index=True)
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield what computing on codes changes, for every model that was run in both ways."""
+    """Yield the comparison of int8 with simulated matmuls for every model that was run in both ways."""
     for part in executions(runs):
         yield Section(
             f"Products on codes: {experiment_name(part)}",

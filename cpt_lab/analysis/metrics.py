@@ -1,5 +1,6 @@
-"""Metrics: how each is read, printed and compared.  They are declared beside the tasks, in ``cpt_lab.experiments``."""
+"""Metrics: how each is read, printed and compared.  Tasks declare them in ``cpt_lab.experiments``."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,33 +15,33 @@ METRICS: dict[str, Metric] = {
 
 
 def main_metric(task: str) -> Metric:
-    """Return the main metric of a task; rows may be of a task that is not here any more."""
+    """Return the main metric of a task; accuracy for a task that no longer exists."""
     return EXPERIMENTS[task].metric if task in EXPERIMENTS else ACCURACY
 
 
 def worst_value(task: str, metric: Metric, recipe: Mapping[str, Any]) -> float:
-    """Return what a run that diverged counts; NaN where nothing is stated, or the task is not here any more."""
+    """Return the value that counts for a run that diverged; NaN if the task states none or no longer exists."""
     return (
         EXPERIMENTS[task].worst(metric, recipe) if task in EXPERIMENTS else float("nan")
     )
 
 
 def metric_of(runs: pd.DataFrame) -> str:
-    """Return the name of the main metric of the task that runs belong to; ValueError when they mix metrics."""
+    """Return the name of the main metric of the runs' task; ValueError when they mix metrics."""
     tasks = set(runs["task"])
-    found = {main_metric(task).name for task in tasks} or {ACCURACY.name}
-    if len(found) > 1:
+    metric_names = {main_metric(task).name for task in tasks} or {ACCURACY.name}
+    if len(metric_names) > 1:
         raise ValueError(f"rows mix tasks: {', '.join(sorted(tasks))}; choose one")
-    return found.pop()
+    return metric_names.pop()
 
 
 def metric_named(name: str) -> Metric:
-    """Return how a metric is read, also one of a further test set such as "accuracy_es"."""
+    """Return the declaration of a metric, also of one on another test set such as "accuracy_es"."""
     return METRICS.get(name.split("_")[0], Metric(name, name))
 
 
 def intervals(metric: Metric, lines: pd.DataFrame) -> list[str]:
-    """Return the stored differences of lines with their intervals, such as "-0.6 [-0.8, -0.3]"; "" for NaN."""
+    """Return stored differences with their intervals, such as "-0.6 [-0.8, -0.3]"; "" for NaN."""
     scaled = metric.factor * lines[["difference", "low", "high"]]
     return [
         interval_text(r.difference, r.low, r.high, metric.digits)
@@ -49,20 +50,21 @@ def intervals(metric: Metric, lines: pd.DataFrame) -> list[str]:
 
 
 def interval_text(mean: float, low: float, high: float, digits: int = 2) -> str:
-    """Return a number with its interval, such as "-0.6 [-0.8, -0.3]", alone where it has none; "" for NaN."""
-    if mean != mean:
+    """Return a number with its interval, such as "-0.6 [-0.8, -0.3]"; "" for a NaN mean, no bracket for NaN bounds."""
+    if math.isnan(mean):
         return ""
-    return f"{mean:+.{digits}f}" + (
-        f" [{low:+.{digits}f}, {high:+.{digits}f}]" if low == low else ""
-    )
+    text = f"{mean:+.{digits}f}"
+    if math.isnan(low):
+        return text
+    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
 def spread_text(metric: Metric, mean: float, std: float, n: int) -> str:
-    """Return a stored mean with its standard deviation over n seeds; one seed has none: "82.4 +- 3.2 (n = 5)"."""
-    shown, spread = metric.text([mean, std])
-    return f"{shown} +- {spread} (n = {n})" if n > 1 else f"{shown} (n = {n})"
+    """Return a stored mean with its standard deviation, such as "82.4 +- 3.2 (n = 5)"; one seed has no deviation."""
+    mean_text, std_text = metric.text([mean, std])
+    return f"{mean_text} +- {std_text} (n = {n})" if n > 1 else f"{mean_text} (n = {n})"
 
 
 def plural(n: int, word: str) -> str:
-    """Return a number and a word, in the plural where it needs one."""
+    """Return a number and a word, in the plural unless the number is 1."""
     return f"{n} {word}{'' if n == 1 else 's'}"

@@ -1,6 +1,6 @@
-"""The numbers printed in the paper, beside the nearest values that were measured."""
+"""Numbers printed in the paper, each with the nearest measured value."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,9 +16,9 @@ from cpt_lab.experiments.grids import GRIDS, grid_specs
 from cpt_lab.experiments.registry import recipe, task_of_dataset
 from cpt_lab.experiments.schema import Metric
 
-PRINTED = Metric("", "", digits=2)
+TWO_DIGITS = Metric("", "", digits=2)
 NOT_RUN = "not run"
-COLUMNS = [
+COMPARISON_COLUMNS = [
     "what",
     "arm",
     "metric",
@@ -31,54 +31,61 @@ COLUMNS = [
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's numbers with their places, each beside the nearest value that was measured.
+    """Return the paper's numbers with their places, each with the nearest measured value.
 
-    The nearest value is that of the same thing at paper scale, at the end of training, with the best epoch on the test
-    set, which the authors keep, beside it. Where that was not run it is the same comparison on stand-in data at the
-    best scale there is, and "data and scale" says which; a deficit of table 1 is compared with the deficit of nearest
-    length or start, as shares of the normal training. What a schedule saves is computed.
+    The nearest value is that of the same arm at paper scale, at the end of training, and with it the best epoch on the
+    test set, which the authors report. If that was not run it is the same comparison on stand-in data at the best scale
+    there is, and "data and scale" says which; a deficit of table 1 is compared with the deficit of nearest length or
+    start, as shares of the normal training. The savings of a schedule are computed.
 
     Args:
-        runs: the typed table of ``runs.table``.
+        runs: the typed table of ``run_table.table``.
     """
     at_paper = runs[runs["scale"] == "paper"]
     lines = []
     for p in numbers().itertuples():
-        what = ", ".join(
+        subject = ", ".join(
             filter(None, (f"{p.artefact.replace('_', ' ')}: {p.dataset}", p.model))
         )
         arm = f"{p.arm} minus {p.minus}" if p.minus and p.metric != "saved" else p.arm
         printed = number_text(p.value, p.to, p.std, p.unit)
         lines.append(
-            (what, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place)
+            (subject, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place)
         )
-    return pd.DataFrame(lines, columns=COLUMNS)
+    return pd.DataFrame(lines, columns=COMPARISON_COLUMNS)
 
 
-def _nearest(
-    p: Any, at_paper: pd.DataFrame, runs: pd.DataFrame
-) -> tuple[str, str, str]:
-    """Return our value, its data and scale, and the value of the best epoch ("" where there is none)."""
+class _NearestValue(NamedTuple):
+    """A measured value nearest to a printed one."""
+
+    measured: str
+    data_and_scale: str
+    best_epoch: str = ""  # value at the best epoch on the test set, "" for none
+
+
+def _nearest(p: Any, at_paper: pd.DataFrame, runs: pd.DataFrame) -> _NearestValue:
+    """Return the measured value nearest to the printed number ``p``, a line of ``numbers``."""
     if p.metric == "saved":
-        return _saved(p), "the paper's setting", ""
-    same = at_paper[
+        return _NearestValue(_saved(p), "the paper's setting")
+    same_setting = at_paper[
         (at_paper["dataset"] == p.dataset)
         & ((at_paper["model"] == p.model) | (p.model == ""))
     ]
     if p.minus:
-        found = _differences(same, p)
-        if found:
-            return "; ".join(found), "paper scale", ""
+        differences = _differences(same_setting, p)
+        if differences:
+            return _NearestValue("; ".join(differences), "paper scale")
     else:
-        of_arm = _of_arm(same, p)
-        ours = _spread(of_arm, p, p.metric)
-        if ours:
-            return ours, "paper scale", _spread(of_arm, p, f"{p.metric}_best_test")
-    return *_on_stand_ins(p, runs[runs["scale"] != "paper"]), ""
+        arm_runs = _arm_runs(same_setting, p)
+        measured = _mean_and_std(arm_runs, p, p.metric)
+        if measured:
+            best_epoch = _mean_and_std(arm_runs, p, f"{p.metric}_best_test")
+            return _NearestValue(measured, "paper scale", best_epoch)
+    return _on_stand_ins(p, runs[runs["scale"] != "paper"])
 
 
-def _on_stand_ins(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
-    """Return the same comparison on the stand-in data that show most, and what they are."""
+def _on_stand_ins(p: Any, runs: pd.DataFrame) -> _NearestValue:
+    """Return the same comparison on the most informative stand-in data."""
     task = task_of_dataset(p.dataset) or ""
     runs = runs[runs["task"] == task]
     if p.artefact == "table_1":
@@ -87,123 +94,120 @@ def _on_stand_ins(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
         figure = f"{p.artefact}/{task}" if p.artefact == "figure_7" else p.artefact
         model = p.model if task == "graph" else ""
         for part in experiments(figure, runs, model):
-            found = _differences(part, p)
-            if found:
-                return found[0].partition(": ")[2], _described(part)
-    return NOT_RUN, _needs(p)
+            differences = _differences(part, p)
+            if differences:
+                value = differences[0].partition(": ")[2]
+                return _NearestValue(value, _stand_in_text(part))
+    return _NearestValue(NOT_RUN, _needs(p))
 
 
-def _described(part: pd.DataFrame) -> str:
+def _stand_in_text(part: pd.DataFrame) -> str:
     first = part.iloc[0]
     return f"stand-in: {run_groups.title_of(part)}, {first['total_steps']:,} steps, {first['scale']} scale"
 
 
 def _needs(p: Any) -> str:
-    """Return which grid holds a number that was not measured, and its runs."""
-    named = [
+    """Return the grid that has a number that was not measured, with its number of runs."""
+    dataset_grids = [
         name
         for name, grid in GRIDS.items()
         if name.startswith(f"{p.dataset}/") and "paper" in grid.scales
     ]
-    grids = [name for name in named if GRIDS[name].artefact == p.artefact] or named
+    grids = [
+        name for name in dataset_grids if GRIDS[name].artefact == p.artefact
+    ] or dataset_grids
     return (
         f"needs `{grids[0]}` ({len(grid_specs(grids[0], 'paper'))} runs at paper scale)"
     )
 
 
-def _nearest_deficit(p: Any, runs: pd.DataFrame) -> tuple[str, str]:
+def _nearest_deficit(p: Any, runs: pd.DataFrame) -> _NearestValue:
     """Return the accuracy of the arm whose deficit is nearest to one of table 1, as shares of the normal training."""
     for part in experiments("table_1", runs):
-        found = critical_periods.deficits(part)
-        arm, _ = critical_periods.nearest_arm(found, p.arm, p.dataset)
-        if len(arm):
-            normal = found[
-                (found["experiment"] == "length") & (found["place"] == "none")
-            ]["total"].min()
-            factor = metric_named(metric_of(part)).factor
-            first = arm.iloc[0]
-            shown = spread_text(
-                PRINTED, factor * first["mean"], factor * first["std"], first["n"]
-            )
-            return f"{shown} with {first['arm']}", _described(part).replace(
-                f"{part.iloc[0]['total_steps']:,} steps", f"{normal:,} normal steps"
-            )
-    return NOT_RUN, _needs(p)
+        arms = critical_periods.deficits(part)
+        nearest, _ = critical_periods.nearest_arm(arms, p.arm, p.dataset)
+        if nearest.empty:
+            continue
+        is_control = (arms["experiment"] == "length") & (arms["place"] == "none")
+        normal = arms[is_control]["total"].min()
+        factor = metric_named(metric_of(part)).factor
+        first = nearest.iloc[0]
+        measured = spread_text(
+            TWO_DIGITS, factor * first["mean"], factor * first["std"], first["n"]
+        )
+        steps = f"{part.iloc[0]['total_steps']:,} steps"
+        stand_in = _stand_in_text(part).replace(steps, f"{normal:,} normal steps")
+        return _NearestValue(f"{measured} with {first['arm']}", stand_in)
+    return _NearestValue(NOT_RUN, _needs(p))
 
 
-def _of_arm(runs: pd.DataFrame, p: Any) -> pd.DataFrame:
-    """Pick the runs of an arm, of table 1 by the name it has there."""
+def _arm_runs(runs: pd.DataFrame, p: Any) -> pd.DataFrame:
+    """Return the runs of a printed arm; an arm of table 1 is found by its name there."""
+    is_q_max = runs["q_max"] == p.q_max
     if p.artefact != "table_1":
-        return runs[(runs["arm"] == p.arm) & (runs["q_max"] == p.q_max)]
-    found = [
-        r
-        for part in run_groups.deficit_groups(runs)
-        for r in critical_periods.deficits(part).itertuples()
-    ]
-    arms = {(r.arm, r.recipe) for r in found if r.paper_arm == p.arm}
-    same = np.array(
-        [pair in arms for pair in zip(runs["arm"], runs["recipe"], strict=True)],
-        dtype=bool,
-    )
-    return runs[same & (runs["q_max"] == p.q_max)]
+        return runs[(runs["arm"] == p.arm) & is_q_max]
+    arms = set()
+    for part in run_groups.deficit_groups(runs):
+        for r in critical_periods.deficits(part).itertuples():
+            if r.paper_arm == p.arm:
+                arms.add((r.arm, r.recipe))
+    pairs = zip(runs["arm"], runs["recipe"], strict=True)
+    is_arm = np.array([pair in arms for pair in pairs], dtype=bool)
+    return runs[is_arm & is_q_max]
 
 
-def _spread(runs: pd.DataFrame, p: Any, metric: str) -> str:
-    """Mean and spread of a column in the paper's unit, "" where there are no numbers."""
-    values = (
-        UNITS[p.unit] * runs[metric].dropna()
-        if metric in runs
-        else runs["relative_cost"].iloc[:0]
-    )
-    lost = f", {runs['diverged'].sum()} diverged" if runs["diverged"].any() else ""
-    return (
-        spread_text(PRINTED, values.mean(), values.std(), len(values)) + lost
-        if len(values)
-        else ""
-    )
+def _mean_and_std(runs: pd.DataFrame, p: Any, metric: str) -> str:
+    """Return mean and standard deviation of a column in the paper's unit, "" without any number."""
+    if metric not in runs:
+        return ""
+    values = UNITS[p.unit] * runs[metric].dropna()
+    if values.empty:
+        return ""
+    text = spread_text(TWO_DIGITS, values.mean(), values.std(), len(values))
+    if runs["diverged"].any():
+        text += f", {runs['diverged'].sum()} diverged"
+    return text
 
 
 def _differences(runs: pd.DataFrame, p: Any) -> list[str]:
-    """Our paired differences of what the paper compares, of every experiment that has both."""
-    found = []
+    """Return the paired difference that the paper prints, measured in every experiment that has both sides."""
+    differences = []
     if p.artefact == "figure_5":
         for part in run_groups.aggregation_groups(runs[runs["q_max"] == p.q_max]):
-            found.append(
-                (
-                    run_groups.title_of(part),
-                    -aggregation_difference(part, p.metric)["difference"],
-                )
-            )
+            values = -aggregation_difference(part, p.metric)["difference"]
+            differences.append((run_groups.title_of(part), values))
     else:
-        for part in run_groups.quality_cost_groups(
-            runs[(runs["q_max"] == p.q_max) | (p.q_max != p.q_max)]
-        ):
-            q_max, names = part["q_max"].iloc[0], {*part["arm"], *part["savings"]}
-            if {p.arm, static := f"static {q_max}"} <= names:
+        is_any_q_max = bool(np.isnan(p.q_max))
+        same_q_max = runs[(runs["q_max"] == p.q_max) | is_any_q_max]
+        for part in run_groups.quality_cost_groups(same_q_max):
+            q_max = part["q_max"].iloc[0]
+            static = f"static {q_max}"
+            if {p.arm, static} <= {*part["arm"], *part["savings"]}:
                 values = quality_cost.paired_difference(part, p.arm, static, p.metric)
-                found.append((f"{run_groups.title_of(part)}, q_max {q_max}", values))
-    return [
-        f"{name}: {interval_text(*statistics.interval(UNITS[p.unit] * values))} (n = {len(values)})"
-        for name, values in found
-        if len(values)
-    ]
+                title = f"{run_groups.title_of(part)}, q_max {q_max}"
+                differences.append((title, values))
+
+    texts = []
+    for name, values in differences:
+        if len(values):
+            effect = interval_text(*statistics.interval(UNITS[p.unit] * values))
+            texts.append(f"{name}: {effect} (n = {len(values)})")
+    return texts
 
 
 def _saved(p: Any) -> str:
-    """What an arm, or every arm of a group, saves at the paper's setting: computed, not measured."""
+    """Return the computed savings of an arm, or of all arms of a group, at the paper's setting."""
     r = recipe("paper", p.dataset, p.model)
-    arms = [name for name, entry in SUITE.items() if p.arm in (name, entry.savings)]
-    schedules = [
-        make_schedule(
-            a,
-            q_min=r.q_min,
-            q_max=int(p.q_max),
-            total_steps=r.steps,
-            n_cycles=r.n_cycles,
-        )
-        for a in arms
-    ]
-    saved = sorted(
-        {f"{100 - 100 * schedule.relative_cost():.1f}" for schedule in schedules}
-    )
-    return f"{' to '.join(dict.fromkeys((saved[0], saved[-1])))} {p.unit}, computed"
+    saved = set()
+    for name, entry in SUITE.items():
+        if p.arm in (name, entry.savings):
+            schedule = make_schedule(
+                name,
+                q_min=r.q_min,
+                q_max=int(p.q_max),
+                total_steps=r.steps,
+                n_cycles=r.n_cycles,
+            )
+            saved.add(f"{100 - 100 * schedule.relative_cost():.1f}")
+    ends = dict.fromkeys((min(saved), max(saved)))
+    return f"{' to '.join(ends)} {p.unit}, computed"

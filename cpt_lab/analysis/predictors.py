@@ -1,4 +1,4 @@
-"""What predicts the quality of a schedule before training: numbers, table, figure.  Paper: section 4.5."""
+"""Predictors of a schedule's quality before training: numbers, table, figure.  Paper: section 4.5."""
 
 import re
 import textwrap
@@ -18,14 +18,15 @@ from cpt_lab.analysis.run_groups import (
     with_unique_names,
 )
 from cpt_lab.analysis.statistics import ALPHA, spearman
-from cpt_lab.analysis.style import COLORS, SMALL, interval_bar, subplots
+from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, interval_bar, subplots
 
+# name -> expected sign of the correlation with quality
 PREDICTORS = {
     "relative_cost": 1,
     "noise_exposure": -1,
     "share_at_q_min": -1,
-}  # name -> expected sign
-NAMES = {
+}
+PREDICTOR_NAMES = {
     "relative_cost": "cost",
     "noise_exposure": "noise exposure",
     "share_at_q_min": "share of steps at q_min",
@@ -68,8 +69,10 @@ def rank_correlation(
     metric = metric or metric_of(runs)
     runs = at_q_max(runs, None)
     bits = runs["arm"].str.extract(r"^static (\d+)$")[0].astype("Int64")
-    kept = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
-    runs = runs[runs["savings"].isin(["large", "medium", "small"]) | kept.fillna(False)]
+    is_used = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
+    runs = runs[
+        runs["savings"].isin(["large", "medium", "small"]) | is_used.fillna(False)
+    ]
     wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
     if len(wide) < 3:
         raise ValueError(
@@ -108,13 +111,14 @@ def rank_correlation(
 
 
 def _bounds(sampled: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
-    """The interval of every line; resamples in which all arms are alike say nothing, and all NaN stay NaN."""
-    edges = [100 * alpha / 2, 100 - 100 * alpha / 2]
-    return (
-        sampled[:, [0, 0]].T
-        if np.isnan(sampled).all()
-        else np.nanpercentile(sampled, edges, axis=1)
-    )
+    """Return the interval of every line of resamples (2, lines).
+
+    Resamples in which all arms are equal are NaN and left out; a line of NaN alone stays NaN.
+    """
+    if np.isnan(sampled).all():
+        return sampled[:, [0, 0]].T
+    percentiles = [100 * alpha / 2, 100 - 100 * alpha / 2]
+    return np.nanpercentile(sampled, percentiles, axis=1)
 
 
 def predictors(
@@ -133,70 +137,69 @@ def predictors(
       above 0, "worse" when it lies below, else "undecided".
     - It is the better predictor of quality when it is better than cost in at least two domains and worse in none.
 
-    A line stands for itself: several are tested together in ``claims``, by stricter rules. In the paper's suite cost
-    has hardly more than three levels, and inside the medium group its small differences run against noise: what
-    correlations over these ten schedules say of cost and noise is partly a property of the suite.
+    Each verdict is about one experiment; ``claims`` tests several experiments together, by stricter rules. In the
+    paper's suite cost has hardly more than three levels, and inside the medium group its small differences run against
+    noise: correlations over these ten schedules with cost and noise are partly a property of the suite.
 
     Raises:
-        ValueError: for fewer than ten arms or two seeds, and when all arms are alike.
+        ValueError: for fewer than ten arms or two seeds, and when all arms are equal.
     """
-    found = rank_correlation(runs, metric, static=static, alpha=alpha)
-    arms, seeds = found["arms"].iloc[0], found["seeds"].iloc[0]
+    correlations = rank_correlation(runs, metric, static=static, alpha=alpha)
+    arms, seeds = correlations["arms"].iloc[0], correlations["seeds"].iloc[0]
     if arms < 10 or seeds < 2:
         raise ValueError(
             f"ten arms and two seeds are needed, there are {arms} and {seeds}"
         )
-    if found["strength"].isna().all():
+    if correlations["strength"].isna().all():
         raise ValueError(
             f"all arms have the same {metric or metric_of(runs)}; there is nothing to rank"
         )
     verdicts = np.select(
-        [found["difference_low"] > 0, found["difference_high"] < 0],
+        [correlations["difference_low"] > 0, correlations["difference_high"] < 0],
         ["better", "worse"],
         "undecided",
     )
-    return found.assign(verdict=verdicts)
+    return correlations.assign(verdict=verdicts)
 
 
 def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return ``predictors`` of every experiment in the runs that is large enough, by what was trained.
+    """Return ``predictors`` of every experiment that is large enough, by its title.
 
-    Where two experiments train the same, they go by their whole names.
+    If two experiments have the same title, both are listed by their full names.
     """
-    found = {}
+    results = {}
     for name, group in with_unique_names(quality_cost_groups(runs)):
         try:
-            found[name] = (
+            results[name] = (
                 f"{title_of(group)}, {group['scale'].iloc[0]} scale",
                 predictors(group),
             )
         except ValueError:  # too few arms or seeds
             continue
-    titles = Counter(title for title, _ in found.values())
+    titles = Counter(title for title, _ in results.values())
     return {
         title if titles[title] == 1 else name: frame
-        for name, (title, frame) in found.items()
+        for name, (title, frame) in results.items()
     }
 
 
-def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return ``predictors_by_title`` for people: a line per experiment and predictor."""
-    of_both = ["rank correlation [95 %]", "minus that of cost [95 %]"]
+def summary(results: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return a printable form of ``predictors_by_title``: a line per experiment and predictor."""
+    value_columns = ["rank correlation [95 %]", "minus that of cost [95 %]"]
     columns = [
         "experiment",
         "predictor",
-        *of_both,
+        *value_columns,
         "verdict",
         "arms",
         "seeds",
         "diverged",
     ]
     lines = []
-    short = {
-        name: re.split(r",(?![^(]*\))", name)[0] for name in found
-    }  # up to the first comma, not in brackets
-    for name, frame in found.items():
-        shown = short[name] if list(short.values()).count(short[name]) == 1 else name
+    # The short name ends at the first comma outside of brackets.
+    short = {name: re.split(r",(?![^(]*\))", name)[0] for name in results}
+    for name, frame in results.items():
+        title = short[name] if list(short.values()).count(short[name]) == 1 else name
         for r in frame.itertuples():
             cost = r.predictor == "relative_cost"
             against = (
@@ -208,8 +211,8 @@ def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
             verdict = "" if cost else r.verdict
             lines.append(
                 (
-                    shown,
-                    NAMES[r.predictor],
+                    title,
+                    PREDICTOR_NAMES[r.predictor],
                     strength,
                     against,
                     verdict,
@@ -221,18 +224,18 @@ def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
+def correlation_figure(results: Mapping[str, pd.DataFrame]) -> Figure:
     """Draw the rank correlation of cost and quality over the ten schedules, an interval per experiment.
 
     Args:
-        found: ``predictors_by_title`` of runs.
+        results: ``predictors_by_title`` of runs.
 
     Paper: section 4.5 (cost and quality correlate in the majority of domains).
     Differs: the paper gives no coefficient; coefficients and intervals are ours.
     """
     lines = [
         (name, frame.set_index("predictor").loc["relative_cost"])
-        for name, frame in found.items()
+        for name, frame in results.items()
     ]
     lines.sort(key=lambda line: line[1].strength)
     names = [textwrap.fill(name.removesuffix(" scale"), 48) for name, _ in lines]
@@ -249,7 +252,7 @@ def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
                 capsize=3,
             )
         ax.axvline(0, color="#888888", linewidth=0.8)
-        ax.set_yticks(range(len(lines)), names, fontsize=SMALL)
+        ax.set_yticks(range(len(lines)), names, fontsize=SMALL_FONT_SIZE)
         ax.set(xlim=(-1.05, 1.05), ylim=(-0.6, len(lines) - 0.4))
         ax.set_xlabel("rank correlation of cost and quality, 95 % interval")
         figure.suptitle(title, fontsize=11)
@@ -257,13 +260,13 @@ def correlation_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield what predicts the quality of a schedule, over all experiments that are large enough."""
-    found = predictors_by_title(runs)
-    if found:
+    """Yield the table of predictors over all experiments that are large enough."""
+    results = predictors_by_title(runs)
+    if results:
         note = (
             "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min. "
             "Every line stands for itself; the claims above test all of them together. In the paper's suite cost has "
             "three levels and little between them, so that these ten schedules can hardly tell cost from noise."
         )
         name = "What predicts the quality of a schedule?"
-        yield Section(name, (note,), table=summary(found), style="left")
+        yield Section(name, (note,), table=summary(results), style="left")

@@ -1,13 +1,17 @@
-"""Answers to preregistered questions (``cpt_lab.studies``): by one test each, as sentences, tables and a figure.
+"""Answers to the preregistered questions of ``cpt_lab.studies``: one test each, in sentences, tables and a figure.
 
-And whether their effects repeat, when a grid is run again with fresh seeds on this machine: single runs do not repeat
-between processors; the difference of two arms over seeds does, where it is one.
+``correct_answers`` turns p-values into outcomes after Holm's correction over a study; ``add_rules`` adds the outcomes
+under other rules of evaluation; ``summary``, ``secondary`` and ``interval_figure`` show them.
+
+``replicated_effects`` compares the effects of a grid with those of the same grid with fresh seeds on this machine:
+single runs are not reproducible across processors, but a true difference of two arms over seeds is.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,160 +21,181 @@ from scipy import stats
 from cpt_core.validation import check_choice
 from cpt_lab.analysis.estimates import Estimate, holm, significant_effects
 from cpt_lab.analysis.run_table import committed, table
-from cpt_lab.analysis.style import COLORS, QUIET, TEXT, interval_bar, subplots
+from cpt_lab.analysis.style import COLORS, MUTED_COLOR, TEXT, interval_bar, subplots
 from cpt_lab.experiments.grids import grid_specs, studies
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.result_row import ResultRow
 
-LEVEL = 0.05  # of the tests of a study together
-EVALUATED_ALIKE = "outcome if both sides are evaluated alike"  # header of the column, see ``Answer.by_rule``
-FRESH = 1000  # what is added to the seeds of a question, where a grid is run again
+SIGNIFICANCE_LEVEL = 0.05  # family-wise level of the tests of a study
+# header of the column with ``Answer.by_rule``
+EQUAL_EVALUATION_COLUMN = "outcome if both sides are evaluated alike"
+SEED_OFFSET = 1000  # added to the seeds of a grid when it is replicated
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A preregistered question, and what its runs say."""
+    """A preregistered question with its result."""
 
     question: str = ""  # its name, such as "H4b"
-    asks: str = ""  # the question in words
-    primary: tuple[Estimate, ...] = ()  # the effects that the primary test is about
-    p: float = math.nan  # of the primary test; NaN where runs are missing
-    # of the outcome if the test stands, and whether it stands or not; the outcome is "open" without either
+    question_text: str = ""  # the question in words
+    primary: tuple[Estimate, ...] = ()  # the effects of the primary test
+    p: float = math.nan  # of the primary test; NaN if runs are missing
+    # outcome if the test is significant, and outcome in any case; "" for none. Without either it is "open"
     words: tuple[str, str] = ("", "")
-    secondary: tuple[Estimate, ...] = ()  # what else the document promises
-    beside: str = ""  # what is said after the outcome, and decides nothing
-    lost: int = 0  # how many runs diverged or failed
-    adjusted: float = math.nan  # ``p`` by Holm's correction over the tests of a study
-    word: str = ""
-    # the outcome where both sides are evaluated alike, by the name of a rule in ``estimates.RULES``; also where it is
-    # the registered one. Empty where the question has one rule alone
+    secondary: tuple[Estimate, ...] = ()  # further effects that the document promises
+    remark: str = ""  # shown after the outcome; it decides nothing
+    num_lost: int = 0  # runs that diverged or failed
+    adjusted: float = math.nan  # ``p`` after Holm's correction over a study
+    outcome: str = ""
+    # (rule of ``estimates.EVALUATION_RULES``, outcome if both sides are evaluated by it); empty for a question with one
+    # rule alone
     by_rule: tuple[tuple[str, str], ...] = ()
 
-    def judged(self) -> str:
+    def rules_text(self) -> str:
         """Return the outcomes by rule in words, such as "Judged at 8 bits: open. Judged at their own bits: ..."."""
-        return " ".join(
-            f"Judged at {rule}: {outcome}." for rule, outcome in self.by_rule
-        )
+        texts = [f"Judged at {rule}: {outcome}." for rule, outcome in self.by_rule]
+        return " ".join(texts)
 
 
-def correct_answers(found: Sequence[Answer]) -> list[Answer]:
-    """Return the answers of a study with their p-values after Holm's correction, and the words that follow."""
-
-    def worded(a: Answer, adjusted: float) -> Answer:
-        stands, otherwise = a.words
-        said = [
-            word for word in (stands if adjusted < LEVEL else "", otherwise) if word
-        ]
-        return replace(
-            a,
-            adjusted=adjusted,
-            word="; ".join([*(said or ["open"]), *filter(None, [a.beside])]),
-        )
-
+def correct_answers(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the answers of a study with p-values after Holm's correction, and their outcomes."""
+    adjusted_p = holm([answer.p for answer in answers])
     return [
-        worded(a, p) if a.primary else a
-        for a, p in zip(found, holm([a.p for a in found]), strict=True)
+        _with_outcome(answer, p) if answer.primary else answer
+        for answer, p in zip(answers, adjusted_p, strict=True)
     ]
 
 
-def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
-    """Return p of "every effect is below its margin", and those above and below 0 at .025, with Holm over all."""
-    above, below = (
-        significant_effects(primary, side, 0.025) for side in ("greater", "less")
-    )
-    return float(np.max([e.p(e.margin, "less") for e in primary])), above, below
+def _with_outcome(answer: Answer, adjusted: float) -> Answer:
+    """Return an answer with its outcome at an adjusted p-value."""
+    significant, always = answer.words
+    parts = []
+    if significant and adjusted < SIGNIFICANCE_LEVEL:
+        parts.append(significant)
+    if always:
+        parts.append(always)
+    if not parts:
+        parts.append("open")
+    if answer.remark:
+        parts.append(answer.remark)
+    return replace(answer, adjusted=adjusted, outcome="; ".join(parts))
+
+
+class MarginTest(NamedTuple):
+    """Test of the hypothesis that every effect is below its margin."""
+
+    p: float
+    above: list[str]  # effects above 0 at .025, with Holm's correction over all effects
+    below: list[str]  # effects below 0
+
+
+def margin_test(primary: Sequence[Estimate]) -> MarginTest:
+    """Return p of "every effect is below its margin", and the significant effects on both sides of 0."""
+    above = significant_effects(primary, "greater", 0.025)
+    below = significant_effects(primary, "less", 0.025)
+    p_values = [effect.p(effect.margin, "less") for effect in primary]
+    return MarginTest(float(np.max(p_values)), above, below)
 
 
 def judge_unbeaten(
     primary: Sequence[Estimate],
-    stands: str,
+    confirmed_text: str,
     wins: str,
     secondary: Sequence[Estimate] = (),
-    beside: str = "",
+    note: str = "",
     other: str = "static",
 ) -> Answer:
-    """Return the answer to whether nothing beats the other side by its margin; ``wins`` says what does."""
-    p, above, below = against(primary)
+    """Return the answer to whether nothing beats a baseline by its margin.
+
+    Args:
+        primary: gains on the baseline.
+        confirmed_text: outcome if the test is significant.
+        wins: words for an effect that beats the baseline, such as "a cycle wins".
+        secondary: further effects.
+        note: end of the remark.
+        other: name of the baseline.
+    """
+    p, above, below = margin_test(primary)
     count = f"of {len(primary)}"
-    beaten = (
-        f"contradicted: {wins} in {len(above)} {count} ({'; '.join(above)})"
-        if above
-        else ""
-    )
-    words, said = (
-        (f"confirmed: {stands}", beaten),
-        f"{other} is better in {len(below)} {count}{beside}",
-    )
+    contradicted = ""
+    if above:
+        contradicted = (
+            f"contradicted: {wins} in {len(above)} {count} ({'; '.join(above)})"
+        )
     return Answer(
         primary=tuple(primary),
         p=p,
-        words=words,
+        words=(f"confirmed: {confirmed_text}", contradicted),
         secondary=tuple(secondary),
-        beside=said,
+        remark=f"{other} is better in {len(below)} {count}{note}",
     )
 
 
 def add_rules(
     answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer]
 ) -> Answer:
-    """Add to an answer its outcome by each of ``RULES``, which judge both sides alike, and whether it depends on them.
+    """Add the outcomes under ``EVALUATION_RULES`` to an answer, and a note if the outcome depends on the rule.
 
     Args:
-        answer: with its outcome.
+        answer: the answer with its outcome.
         family: the answers of the study, before Holm's correction.
-        by_rule: the answer to the same question by rule, before correction.
+        by_rule: rule -> answer to the same question if both sides are evaluated by it, before correction.
     """
-    outcomes, told = {}, []
-    for rule, alike in by_rule.items():
-        told_alike = correct_answers(
-            [alike if a.question == answer.question else a for a in family]
+    outcomes, texts = {}, []
+    for rule, rule_answer in by_rule.items():
+        rule_family = [
+            rule_answer if other.question == answer.question else other
+            for other in family
+        ]
+        corrected = next(
+            other
+            for other in correct_answers(rule_family)
+            if other.question == answer.question
         )
-        found = next(a for a in told_alike if a.question == answer.question)
-        outcomes[rule] = _outcome_alone(found.word)
-        without_names = re.sub(r" \([^()]*\)", "", found.word)
-        told.append(
-            (
-                rule,
-                f"{without_names}; p {_number(found.adjusted)} after Holm's correction",
-            )
-        )
-    said = depends(_outcome_alone(answer.word), outcomes)
-    return replace(
-        answer, word="; ".join(filter(None, [answer.word, said])), by_rule=tuple(told)
-    )
+        outcomes[rule] = _outcome_alone(corrected.outcome)
+        without_names = re.sub(r" \([^()]*\)", "", corrected.outcome)
+        p = _number(corrected.adjusted)
+        texts.append((rule, f"{without_names}; p {p} after Holm's correction"))
+    outcome = answer.outcome
+    dependence = rule_dependence(_outcome_alone(outcome), outcomes)
+    if dependence:
+        outcome = "; ".join(filter(None, [outcome, dependence]))
+    return replace(answer, outcome=outcome, by_rule=tuple(texts))
 
 
 def _outcome_alone(word: str) -> str:
-    """Return the outcome without what is said beside it: "open" of "open; the pair gains in 3 of 6"."""
+    """Return an outcome without its remark: "open" for "open; the pair gains in 3 of 6"."""
     return re.split("[:;]", word, maxsplit=1)[0]
 
 
-def depends(outcome: str, by_rule: Mapping[str, str]) -> str:
-    """Return "depends on the rule" where an outcome is another under rules that judge both sides alike, and which."""
-    others = [
+def rule_dependence(outcome: str, by_rule: Mapping[str, str]) -> str:
+    """Return a note such as "depends on the rule: open where both are judged at 8 bits"; "" if all outcomes agree."""
+    deviations = [
         f"{other} where both are judged at {rule}"
         for rule, other in by_rule.items()
         if other != outcome
     ]
-    return f"depends on the rule: {' and '.join(others)}" if others else ""
+    if not deviations:
+        return ""
+    return f"depends on the rule: {' and '.join(deviations)}"
 
 
-def summary(found: Sequence[Answer]) -> pd.DataFrame:
-    """Return the answers for people: question, primary effect, p-value before and after Holm, outcome, runs lost."""
+def summary(answers: Sequence[Answer]) -> pd.DataFrame:
+    """Return a printable table of the answers: question, primary effect, p-values, outcome, lost runs."""
     lines = []
-    for a in found:
+    for a in answers:
         effects = "; ".join(map(str, a.primary)) or "–"
-        by_rule = a.judged() or "–"
+        by_rule = a.rules_text() or "–"
         lines.append(
             (
                 a.question,
-                a.asks,
+                a.question_text,
                 effects,
                 _number(a.p),
                 _number(a.adjusted),
-                a.word,
+                a.outcome,
                 by_rule,
-                a.lost,
+                a.num_lost,
             )
         )
     columns = [
@@ -180,105 +205,106 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
         "p",
         "p (Holm)",
         "outcome",
-        EVALUATED_ALIKE,
+        EQUAL_EVALUATION_COLUMN,
         "diverged or failed",
     ]
     return pd.DataFrame(lines, columns=columns)
 
 
 def all_answers(runs: pd.DataFrame) -> list[Answer]:
-    """Return the answers of all studies, as far as they are answered."""
+    """Return the answers of all studies whose runs are stored."""
     return [answer for study in studies("outcome") for answer in study.answers(runs)]
 
 
-def secondary(found: Sequence[Answer]) -> pd.DataFrame:
-    """Return all else that the document promises, with 95 % intervals; it decides nothing."""
+def secondary(answers: Sequence[Answer]) -> pd.DataFrame:
+    """Return a printable table of the secondary effects with 95 % intervals; they decide nothing."""
     lines = [
-        (a.question, e.what, e.shown(), len(e.values))
-        for a in found
+        (a.question, e.description, e.text(), len(e.values))
+        for a in answers
         for e in a.secondary
     ]
     return pd.DataFrame(lines, columns=["", "effect", "mean [95 %]", "seeds"])
 
 
 def _number(value: float) -> str:
-    return f"{value:.2g}" if value == value else "–"
+    return "–" if math.isnan(value) else f"{value:.2g}"
 
 
-# what is drawn in a line: its name, mean, ends of its interval, a verdict
-Line = tuple[str, float, float, float, str]
+class IntervalLine(NamedTuple):
+    """A line of ``interval_figure``."""
+
+    name: str
+    mean: float
+    low: float
+    high: float
+    verdict: str
 
 
-def in_margins(
+def margin_lines(
     effects: Sequence[Estimate],
     names: Sequence[str],
     below: str = "static is better",
     above: str = "cycle is better",
-) -> list[Line]:
-    """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
-    lost, won = (
-        significant_effects(effects, side, 0.025) for side in ("less", "greater")
-    )
+) -> list[IntervalLine]:
+    """Return effects in units of their margins, with verdicts at .025 on one side after Holm's correction."""
+    negative = significant_effects(effects, "less", 0.025)
+    positive = significant_effects(effects, "greater", 0.025)
     lines = []
-    for name, e in zip(names, effects, strict=True):
-        word = (
-            below
-            if e.what in lost
-            else above
-            if e.what in won
-            else "alike"
-            if e.small
-            else "open"
-        )
-        low, high = e.interval()
-        said = f"{word} ({e.mean:+.2f} {e.unit})"
+    for name, effect in zip(names, effects, strict=True):
+        if effect.description in negative:
+            word = below
+        elif effect.description in positive:
+            word = above
+        else:
+            word = "alike" if effect.small else "open"
+        low, high = effect.interval()
         lines.append(
-            (
-                f"{name}, n = {len(e.values)}",
-                e.mean / e.margin,
-                low / e.margin,
-                high / e.margin,
-                said,
+            IntervalLine(
+                f"{name}, n = {len(effect.values)}",
+                effect.mean / effect.margin,
+                low / effect.margin,
+                high / effect.margin,
+                f"{word} ({effect.mean:+.2f} {effect.unit})",
             )
         )
     return lines
 
 
-def intervals(
-    lines: Sequence[Line], title: str, unit: str, band: float = 0.0
+def interval_figure(
+    lines: Sequence[IntervalLine], title: str, unit: str, band: float = 0.0
 ) -> Figure:
-    """Draw means and 95 % intervals on one axis from the top down, name and verdict above each, grey around 0."""
-    alt = f"{title}. {'; '.join(f'{name}: {word}' for name, *_, word in lines)}"
-    with subplots(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (
-        figure,
-        ((ax,),),
-    ):  # narrow: phones read it, too
+    """Draw means and 95 % intervals on one axis, with name and verdict above each, grey within +- ``band``."""
+    lines = [IntervalLine(*line) for line in lines]
+    verdicts = [f"{line.name}: {line.verdict}" for line in lines]
+    alt = f"{title}. {'; '.join(verdicts)}"
+    size = (5.6, 0.9 + 0.38 * len(lines))  # narrow enough for phones
+    with subplots(alt=alt, figsize=size) as (figure, ((ax,),)):
         ax.axvspan(-band, band, color="#dddddd", linewidth=0)
-        ax.axvline(0, color=QUIET, linewidth=0.8)
-        size = min(
-            8.5, 640 / max(len(name + word) for name, *_, word in lines)
-        )  # both fit beside each other
-        for y, (name, mean, low, high, word) in zip(
-            range(len(lines))[::-1], lines, strict=True
-        ):
-            group = (
-                "static"
-                if word.startswith("open") or low <= 0 <= high
-                else "large"
-                if high < 0
-                else "small"
-            )
+        ax.axvline(0, color=MUTED_COLOR, linewidth=0.8)
+        # Name and verdict have to fit next to each other.
+        longest = max(len(line.name + line.verdict) for line in lines)
+        font_size = min(8.5, 640 / longest)
+        for y, line in zip(range(len(lines))[::-1], lines, strict=True):
+            group = _color_group(line)
             interval_bar(
-                ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2
+                ax,
+                y,
+                (line.mean, line.low, line.high),
+                color=COLORS[group],
+                markersize=4,
+                capsize=2,
             )
-            for x, text, side in ((0.01, name, "left"), (0.99, word, "right")):
+            for x, text, side in (
+                (0.01, line.name, "left"),
+                (0.99, line.verdict, "right"),
+            ):
                 ax.text(
                     x,
                     y + 0.28,
                     text,
                     color=TEXT[group],
                     ha=side,
-                    size=size,
+                    size=font_size,
                     transform=ax.get_yaxis_transform(),
                 )
         ax.grid(axis="y", visible=False)
@@ -287,90 +313,116 @@ def intervals(
     return figure
 
 
-# --- do effects repeat ----------------------------------------------------------------------------
+def _color_group(line: IntervalLine) -> str:
+    """Return the key in ``COLORS`` of a line: by the sign of its effect, "static" if it is inconclusive."""
+    if line.verdict.startswith("open") or line.low <= 0 <= line.high:
+        return "static"
+    return "large" if line.high < 0 else "small"
+
+
+# --- replication with fresh seeds -------------------------------------------------------------------
 @dataclass(frozen=True)
 class ReplicatedEffect:
-    """An effect of the committed rows, ``before``, and of fresh seeds, ``now``.
+    """An effect measured from the committed rows and from fresh seeds.
 
-    ``p`` is that of Welch's test that they differ, by Holm over the effects of the grid.
+    Attributes:
+        original: the effect of the committed rows.
+        replication: the effect of fresh seeds.
+        p: p-value of Welch's test that they differ, after Holm's correction over the effects of the grid.
     """
 
-    before: Estimate
-    now: Estimate
+    original: Estimate
+    replication: Estimate
     p: float
 
     @property
-    def word(self) -> str:
-        """ "repeats", "no effect, again", "DIFFERS", or "cannot be told" with these seeds."""
-        signs = [
-            (low > 0) - (high < 0)
-            for low, high in (self.before.interval(), self.now.interval())
-        ]
-        if self.p < LEVEL:
+    def outcome(self) -> str:
+        """Verdict: "repeats", "no effect, again", "DIFFERS", or "cannot be told" with these seeds."""
+        if self.p < SIGNIFICANCE_LEVEL:
             return "DIFFERS"
-        return (
-            "cannot be told"
-            if signs[0] != signs[1]
-            else "repeats"
-            if signs[0]
-            else "no effect, again"
-        )
+        sign = _sign(self.original)
+        if sign != _sign(self.replication):
+            return "cannot be told"
+        return "repeats" if sign else "no effect, again"
 
     def __str__(self) -> str:
-        n = f"n = {len(self.before.values)} and {len(self.now.values)}"
-        return f"{self.before.what}: {self.word}: {self.now.shown()}, stored {self.before.shown()}, {n}"
+        n = f"n = {len(self.original.values)} and {len(self.replication.values)}"
+        values = f"{self.replication.text()}, stored {self.original.text()}"
+        return f"{self.original.description}: {self.outcome}: {values}, {n}"
 
 
-def fresh(grid: str) -> list[RunSpec]:
-    """Return the runs of a preregistered grid, such as "h5/characters", with seeds that nothing committed has.
+def _sign(effect: Estimate) -> int:
+    """Return 1 or -1 for a significant effect by its sign, 0 if its interval includes 0."""
+    low, high = effect.interval()
+    return int(low > 0) - int(high < 0)
+
+
+def fresh_seed_specs(grid: str) -> list[RunSpec]:
+    """Return the runs of a preregistered grid, such as "h5/characters", with seeds that no committed row has.
 
     Raises:
-        ValueError: for another grid, naming those that there are.
+        ValueError: for an unknown grid, with the names of all grids.
     """
-    check_choice(
-        "grid", grid, [name for study in studies("arms") for name in study.GRIDS]
-    )
-    return [replace(spec, seed=spec.seed + FRESH) for spec in grid_specs(grid)]
+    grids = [name for study in studies("arms") for name in study.GRIDS]
+    check_choice("grid", grid, grids)
+    return [replace(spec, seed=spec.seed + SEED_OFFSET) for spec in grid_specs(grid)]
 
 
-def data_of(grid: str) -> list[tuple[RunSpec, str]]:
-    """Return a run of every recipe of a grid, and the checksum of the data that its committed rows were trained on."""
-    stored = committed().set_index("key")["data_checksum"]
-    of = {
-        (spec.recipe, str(stored.get(spec.key, ""))): spec for spec in grid_specs(grid)
-    }
-    return [(spec, checksum) for (_, checksum), spec in of.items() if checksum]
+def grid_data(grid: str) -> list[tuple[RunSpec, str]]:
+    """Return a run of every recipe of a grid, and the checksum of the data in its committed rows."""
+    checksums = committed().set_index("key")["data_checksum"]
+    spec_by_data = {}
+    for spec in grid_specs(grid):
+        checksum = str(checksums.get(spec.key, ""))
+        spec_by_data[spec.recipe, checksum] = spec
+    return [
+        (spec, checksum) for (_, checksum), spec in spec_by_data.items() if checksum
+    ]
 
 
 def replicated_effects(grid: str, rows: Iterable[ResultRow]) -> list[ReplicatedEffect]:
-    """Return the primary effects that rest on a grid, from committed rows and from those of ``fresh(grid)``."""
-    known, keys = committed(), [spec.key for spec in grid_specs(grid)]
-    again = table(rows)
-    of = {spec.key: key for spec, key in zip(fresh(grid), keys, strict=True)}
-    again = again.assign(key=again["key"].map(of), seed=again["seed"] - FRESH)
-    mixed = pd.concat([known[~known["key"].isin(keys)], again])
-    both = zip(studies("arms"), studies("outcome"), strict=True)
-    (study,) = (outcome for arms, outcome in both if grid in arms.GRIDS)
-    before, now = (
-        {(a.question, e.what): e for a in study.answers(runs) for e in a.primary}
-        for runs in (known, mixed)
+    """Return the primary effects that use a grid, from committed rows and from rows of ``fresh_seed_specs(grid)``."""
+    stored_runs = committed()
+    keys = [spec.key for spec in grid_specs(grid)]
+    fresh_keys = [spec.key for spec in fresh_seed_specs(grid)]
+    stored_key = dict(zip(fresh_keys, keys, strict=True))
+
+    # The fresh runs take the place of the stored ones, under their keys and seeds.
+    fresh_runs = table(rows)
+    fresh_runs = fresh_runs.assign(
+        key=fresh_runs["key"].map(stored_key), seed=fresh_runs["seed"] - SEED_OFFSET
     )
-    return pair_effects(
-        (e, now[k])
-        for k, e in before.items()
-        if k in now and list(e.values) != list(now[k].values)
-    )
+    is_replaced = stored_runs["key"].isin(keys)
+    replaced_runs = pd.concat([stored_runs[~is_replaced], fresh_runs])
+
+    study_pairs = zip(studies("arms"), studies("outcome"), strict=True)
+    (study,) = (outcome for arms, outcome in study_pairs if grid in arms.GRIDS)
+    original = _primary_effects(study.answers(stored_runs))
+    replication = _primary_effects(study.answers(replaced_runs))
+    pairs = []
+    for key, effect in original.items():
+        if key in replication and list(effect.values) != list(replication[key].values):
+            pairs.append((effect, replication[key]))
+    return pair_effects(pairs)
+
+
+def _primary_effects(answers: Iterable[Answer]) -> dict[tuple[str, str], Estimate]:
+    """Return the primary effects of answers by question and description."""
+    return {
+        (answer.question, effect.description): effect
+        for answer in answers
+        for effect in answer.primary
+    }
 
 
 def pair_effects(pairs: Iterable[tuple[Estimate, Estimate]]) -> list[ReplicatedEffect]:
-    """Return what became of the effects of a grid: each from the committed rows, and from fresh seeds."""
+    """Return replicated effects with p-values after Holm's correction, from (original, replication) pairs."""
     pairs = list(pairs)
-    p = holm(
-        [
-            float(stats.ttest_ind(a.values, b.values, equal_var=False).pvalue)
-            for a, b in pairs
-        ]
-    )
+    p_values = []
+    for original, replication in pairs:
+        test = stats.ttest_ind(original.values, replication.values, equal_var=False)
+        p_values.append(float(test.pvalue))
     return [
-        ReplicatedEffect(a, b, found) for (a, b), found in zip(pairs, p, strict=True)
+        ReplicatedEffect(original, replication, p)
+        for (original, replication), p in zip(pairs, holm(p_values), strict=True)
     ]

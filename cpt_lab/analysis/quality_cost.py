@@ -1,4 +1,8 @@
-"""Quality against cost: numbers, table, figure.  Paper: sections 4.2 to 4.5, figures 3, 4, 6, 7."""
+"""Quality against cost of schedules: numbers, table, figure.  Paper: sections 4.2 to 4.5, figures 3, 4, 6, 7.
+
+``by_arm`` computes means and costs of the arms, ``pareto`` the arms that no other arm beats, ``figure_3`` draws them
+and ``finding`` puts them into a sentence. Values are as stored, so accuracies are shares.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,11 +15,11 @@ from matplotlib.figure import Figure
 from cpt_core.schedules.cost import step_cost
 from cpt_core.schedules.profiles import SCHEDULES
 from cpt_lab.analysis import paper_numbers
-from cpt_lab.analysis.captions import caption, warned
+from cpt_lab.analysis.captions import caption, with_smoke_warning
 from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.run_groups import (
-    AGGREGATIONS,
+    AGGREGATION_NAMES,
     at_q_max,
     quality_cost_groups,
     with_unique_names,
@@ -23,11 +27,11 @@ from cpt_lab.analysis.run_groups import (
 from cpt_lab.analysis.statistics import ALPHA, interval, paired, spearman
 from cpt_lab.analysis.style import (
     COLORS,
-    PRINTED,
+    MUTED_COLOR,
+    PAPER_COLOR,
     PROFILE_COLORS,
     PROFILE_TEXT,
-    QUIET,
-    SMALL,
+    SMALL_FONT_SIZE,
     legend_below,
     name_points,
     set_finding,
@@ -37,8 +41,8 @@ from cpt_lab.analysis.style import (
 from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.experiments.schema import Metric
 
-GROUPS = ("large", "medium", "small")  # of savings
-MIN_SEEDS = 3  # fewer compare nothing
+SAVINGS_GROUPS = ("large", "medium", "small")  # of savings
+MIN_SEEDS = 3  # with fewer seeds no comparison is made
 
 # Figures of several q_max share a panel: schedules of 8 bits and more have a dark outline, as in the paper.
 OUTLINED_BITS = 8
@@ -50,7 +54,7 @@ PROFILE_NAMES = {
     "exponential": "exponential",
     "own": "own profile",
 }
-MARKERS = {
+MARKER_NAMES = {
     "o": "repeated",
     "^": "triangular, vertical mirror",
     "v": "triangular, horizontal mirror",
@@ -67,8 +71,8 @@ X_LABELS = {
 def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
     """Return mean, standard deviation (n - 1) and n of the main metric per arm of one experiment, with costs.
 
-    ``diverged`` are those of the n that broke and count with the worst value of the task, ``failed`` those that do not
-    count and are to be run again (``runs.table``). Here and below values are as stored: accuracies are shares.
+    ``diverged`` counts the runs that broke and are included in n with the worst value of the task, ``failed`` those
+    that are not included and have to be run again (``run_table.table``). Values are as stored: accuracies are shares.
 
     Raises:
         ValueError: when there are no runs, or they mix data sets, models, scales, presets or recipes.
@@ -83,7 +87,7 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
             )
     failed = (runs["status"] == "failed") & ~runs["diverged"]
     groups = runs.assign(failed=failed).groupby(["q_max", "arm"], sort=False)
-    alike = {
+    shared_values = {
         name: (name, "first")
         for name in ("savings", "relative_cost", "noise_exposure", "share_at_q_min")
     }
@@ -92,37 +96,40 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
         "std": (metric, "std"),
         "n": (metric, "count"),
     }
-    lost = {name: (name, "sum") for name in ("diverged", "failed")}
-    return groups.agg(**alike, **measured, **lost).reset_index()
+    counts = {name: (name, "sum") for name in ("diverged", "failed")}
+    return groups.agg(**shared_values, **measured, **counts).reset_index()
 
 
 def on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of one experiment on the seeds that all arms have; all runs where there is no such seed.
+    """Return the runs of one experiment on the seeds that all arms have; all runs if there is no such seed.
 
-    Means over different seeds may differ by their seeds alone. Arms of which no run has a value do not count; an arm at
-    another q_max is another arm.
+    Means over different seeds may differ by their seeds alone. Arms without any value do not count; an arm at another
+    q_max is another arm.
     """
     valued = runs[runs[metric_of(runs)].notna()]
-    arms = valued.drop_duplicates(["seed", "q_max", "arm"]).groupby("seed").size()
-    common = runs[
-        runs["seed"].isin(
-            arms.index[arms == len(valued.drop_duplicates(["q_max", "arm"]))]
-        )
-    ]
+    num_arms = len(valued.drop_duplicates(["q_max", "arm"]))
+    arms_by_seed = (
+        valued.drop_duplicates(["seed", "q_max", "arm"]).groupby("seed").size()
+    )
+    common_seeds = arms_by_seed.index[arms_by_seed == num_arms]
+    common = runs[runs["seed"].isin(common_seeds)]
     return common if len(common) else runs
 
 
 def pareto(arms: pd.DataFrame, better: int = 1) -> pd.Series:
-    """Return which arms of ``by_arm`` no other arm beats: none is as cheap and better, or as good and cheaper.
+    """Return which arms of ``by_arm`` no other arm beats by being as cheap and better, or as good and cheaper.
 
     ``better`` is -1 for a metric of which less is better.
     """
-    cost, mean = arms["relative_cost"].to_numpy(), better * arms["mean"].to_numpy()
-    beaten = [
-        ((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any()
-        for c, m in zip(cost, mean, strict=True)
-    ]
-    return pd.Series(~np.array(beaten, dtype=bool) & ~np.isnan(mean), index=arms.index)
+    costs = arms["relative_cost"].to_numpy()
+    qualities = better * arms["mean"].to_numpy()
+    is_beaten = []
+    for cost, quality in zip(costs, qualities, strict=True):
+        is_no_worse = (costs <= cost) & (qualities >= quality)
+        is_better = (costs < cost) | (qualities > quality)
+        is_beaten.append((is_no_worse & is_better).any())
+    is_on_front = ~np.array(is_beaten, dtype=bool) & ~np.isnan(qualities)
+    return pd.Series(is_on_front, index=arms.index)
 
 
 def paired_difference(
@@ -138,8 +145,8 @@ def paired_difference(
 
 
 def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Return the runs of an arm or of a savings group ("large", "medium", "small"); ValueError when there are none."""
-    part = runs[runs["savings" if name in GROUPS else "arm"] == name]
+    """Return the runs of an arm or of a savings group ("large", "medium", "small"); ValueError if it has none."""
+    part = runs[runs["savings" if name in SAVINGS_GROUPS else "arm"] == name]
     if part.empty:
         raise ValueError(
             f"no rows for {name!r}; there are {', '.join(sorted(runs['arm'].unique()))}"
@@ -148,64 +155,71 @@ def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the arms of one experiment for people, by cost, beside the paper's numbers.
+    """Return a printable table of the arms of one experiment, by cost, with the paper's numbers.
 
     Means are over all n seeds of an arm; the Pareto front is that of the seeds that all arms have.
     """
-    name, several = metric_of(runs), runs["q_max"].nunique() > 1
-    runs = relative_to_largest(runs) if several else runs
-    metric, arms = metric_named(name), by_arm(runs)
-    compared = by_arm(on_common_seeds(runs))
-    best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
-    front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(
-        pd.MultiIndex.from_frame(best)
-    )
+    name = metric_of(runs)
+    metric = metric_named(name)
+    cost_header = "relative cost"
+    if runs["q_max"].nunique() > 1:
+        runs = relative_to_largest(runs)
+        cost_header = f"cost relative to static {runs['q_max'].max()}"
+
+    arms = by_arm(runs)
+    common_arms = by_arm(on_common_seeds(runs))
+    keys = ["q_max", "arm"]
+    best = common_arms[pareto(common_arms, metric.better)][keys]
+    arm_index = pd.MultiIndex.from_frame(arms[keys])
+    is_on_front = arm_index.isin(pd.MultiIndex.from_frame(best))
+
     cells = {
         "arm": arms.arm,
         "savings": arms.savings,
         "q_max": arms.q_max,
-        f"cost relative to static {runs['q_max'].max()}"
-        if several
-        else "relative cost": (arms.relative_cost.map("{:.3f}".format)),
+        cost_header: arms.relative_cost.map("{:.3f}".format),
         "noise exposure": arms.noise_exposure.map("{:.0f}".format),
         f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
         "std": metric.text(arms["std"]),
         "n": arms.n,
         "paper": _printed(runs, arms),
-        "Pareto front": np.where(front, "yes", ""),
+        "Pareto front": np.where(is_on_front, "yes", ""),
         "diverged": arms.diverged,
         "failed": arms.failed,
     }
-    shown = pd.DataFrame(cells)
-    return shown.iloc[arms.relative_cost.argsort(kind="stable")]
+    table = pd.DataFrame(cells)
+    return table.iloc[arms.relative_cost.argsort(kind="stable")]
 
 
 def _printed(runs: pd.DataFrame, arms: pd.DataFrame) -> list[str]:
-    """What the paper prints of every arm (``data/paper/numbers.csv``), and where; or that it has no number of it."""
+    """Return the number that the paper prints for every arm, with its place; or that it prints none."""
     first = runs.iloc[0]
-    lines = paper_numbers.of_experiment(
-        runs, EXPERIMENTS[first["task"]].artefact
-    ).drop_duplicates(["arm", "q_max"])
-    known = {(p.arm, p.q_max): f"{p.value:g} ({p.place})" for p in lines.itertuples()}
-    unknown = (
-        "drawn, no number printed" if first["scale"] == "paper" else "not in the paper"
-    )
-    return [known.get((r.arm, r.q_max), unknown) for r in arms.itertuples()]
+    artefact = EXPERIMENTS[first["task"]].artefact
+    numbers = paper_numbers.experiment_numbers(runs, artefact)
+    printed_values = {}
+    for p in numbers.drop_duplicates(["arm", "q_max"]).itertuples():
+        printed_values[p.arm, p.q_max] = f"{p.value:g} ({p.place})"
+    unknown = "not in the paper"
+    if first["scale"] == "paper":
+        unknown = "drawn, no number printed"
+    return [printed_values.get((r.arm, r.q_max), unknown) for r in arms.itertuples()]
 
 
 def finding(runs: pd.DataFrame) -> str:
-    """Return the finding of an experiment of quality against cost in a sentence, one line for every aggregation.
+    """Return the finding of an experiment of quality against cost in a sentence, one line per aggregation.
 
-    Fewer than ``MIN_SEEDS`` seeds compare nothing. Quality rises or falls with cost where the rank correlation over the
-    schedules of the largest q_max has one sign: the 95 % interval of its mean over seeds excludes 0. That speaks of
-    these schedules; ``predictors.rank_correlation`` asks it of schedules in general. A schedule exceeds static q_max,
-    or falls below it, where the interval of its differences by seed excludes 0; these intervals hold 1 - 0.05 / the
+    With fewer than ``MIN_SEEDS`` seeds no comparison is made. Quality rises or falls with cost if the rank correlation
+    over the schedules of the largest q_max has one sign: the 95 % interval of its mean over seeds excludes 0. That is
+    about these schedules; ``predictors.rank_correlation`` tests it for schedules in general. A schedule exceeds static
+    q_max, or falls below it, if the interval of its differences by seed excludes 0; these intervals hold 1 - 0.05 / the
     number of schedules (Bonferroni).
     """
     parts = sorted(runs.groupby("aggregation"), key=lambda part: part[0])
     if len(parts) == 1:
         return _finding(runs)
-    return "\n".join(f"{AGGREGATIONS[kind]}: {_finding(part)}" for kind, part in parts)
+    return "\n".join(
+        f"{AGGREGATION_NAMES[kind]}: {_finding(part)}" for kind, part in parts
+    )
 
 
 def _finding(runs: pd.DataFrame) -> str:
@@ -214,16 +228,17 @@ def _finding(runs: pd.DataFrame) -> str:
     seeds = comparisons[0].seeds
     if 0 <= seeds < MIN_SEEDS:
         return f"{plural(seeds, 'seed')}: no comparison"
-    shown = [
-        comparison for comparison in comparisons if comparison.schedules
-    ] or comparisons[:1]
-    words = "; ".join(comparison.words for comparison in shown)
+
+    with_schedules = [c for c in comparisons if c.schedules]
+    words = "; ".join(c.words for c in with_schedules or comparisons[:1])
     relation = _relation(runs) if comparisons[0].schedules > 1 else ""
-    return f"{relation}; {words}" if relation else f"{words[0].upper()}{words[1:]}"
+    if relation:
+        return f"{relation}; {words}"
+    return f"{words[0].upper()}{words[1:]}"
 
 
 def _relation(runs: pd.DataFrame) -> str:
-    """Return how quality depends on cost over the schedules of the largest q_max; "" of fewer than three."""
+    """Return the relation of quality and cost over the schedules of the largest q_max; "" for fewer than three."""
     name = metric_of(runs)
     schedules = at_q_max(runs, None)
     schedules = schedules[schedules["savings"] != "static"]
@@ -244,11 +259,11 @@ def _relation(runs: pd.DataFrame) -> str:
 
 
 class _Comparison(NamedTuple):
-    """Schedules beside static q_max."""
+    """Comparison of the schedules of one q_max with static q_max."""
 
     words: str
-    seeds: int  # that every schedule shares with static q_max; -1 where nothing can be compared
-    schedules: int
+    seeds: int  # seeds that every schedule shares with static q_max; -1 if nothing can be compared
+    schedules: int  # number of schedules
 
 
 def _against_static(runs: pd.DataFrame) -> _Comparison:
@@ -275,15 +290,19 @@ def _against_static(runs: pd.DataFrame) -> _Comparison:
     bounds = [interval(values, ALPHA / len(schedules)) for values in differences]
     above = sum(low > 0 for _, low, _ in bounds)
     below = sum(high < 0 for _, _, high in bounds)
-    of_all = f"{above} of {plural(len(schedules), 'schedule')} exceed{'s' * (above == 1)} static {top}"
-    words = f"{of_all}, {below} fall{'s' * (below == 1)} below"
+    exceed = "exceeds" if above == 1 else "exceed"
+    fall = "falls" if below == 1 else "fall"
+    words = (
+        f"{above} of {plural(len(schedules), 'schedule')} {exceed} static {top}, "
+        f"{below} {fall} below"
+    )
     return _Comparison(words, seeds, len(schedules))
 
 
 def relative_to_largest(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return runs with costs and noise exposure relative to static precision at the largest q_max among them.
+    """Return runs with costs and noise exposure relative to static precision at their largest q_max.
 
-    In rows they are relative to static precision at a run's own q_max. Costs are converted by the BitOps of both.
+    In rows they are relative to static precision at the run's own q_max. Costs are converted by the BitOps of both.
     """
     full, top = full_bitops(runs), runs["q_max"].max()
     cost, noise = {}, {}
@@ -301,7 +320,7 @@ def relative_to_largest(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def full_bitops(runs: pd.DataFrame) -> pd.Series:
-    """Return the BitOps of training at static q_max, by q_max; NaN where no run has them."""
+    """Return the BitOps of training at static q_max, by q_max; NaN if no run has BitOps."""
     return (
         (runs["bitops"] / runs["relative_cost"])
         .astype(float)
@@ -317,15 +336,15 @@ def figure_3(
 
     Colours are profiles, shapes repeated and triangular schedules; schedules of several q_max share a panel, and each
     aggregation has a panel. Arms are drawn on the seeds that all arms of their q_max have, if there are any. Static
-    precisions are joined by a line. What the paper prints stands in grey: a difference to static precision as a bar
-    above or below our static level, at the cost of our schedules. Up is better in every figure: the axis of
-    perplexities is turned. The title is ``finding``.
+    precisions are joined by a line. The paper's numbers are grey: a difference to static precision is a bar above or
+    below the measured static level, at the cost of the measured schedules. Up is better in every figure: the axis of
+    perplexities is reversed. The title is ``finding``.
 
     Args:
         runs: of one experiment, which may have several q_max and both aggregations.
         xs: one panel for each of "relative_cost", "noise_exposure".
         front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line;
-            fewer than ``MIN_SEEDS`` seeds have none.
+            with fewer than ``MIN_SEEDS`` seeds there is no front.
 
     Paper: figures 3, 4 (detection), 6 (graphs) and 7 (language).
     Differs: the static line and the panel against noise exposure are ours.
@@ -352,27 +371,32 @@ def figure_3(
         for line in axes:
             line[0].set_ylabel(metric.label)
         legend_below(figure, axes[0][0])
-        set_finding(figure, warned(finding(common), runs))
-        drawn = "points are means over seeds, bars one standard deviation"
-        write_caption(figure, f"{caption(common, runs)}; {drawn}")
+        set_finding(figure, with_smoke_warning(finding(common), runs))
+        encoding = "points are means over seeds, bars one standard deviation"
+        write_caption(figure, f"{caption(common, runs)}; {encoding}")
         for ax, panel in zip(axes.flat, panels, strict=True):
-            shown = panel.arms[
+            named_arms = panel.arms[
                 (panel.arms.savings != "static") & panel.arms["mean"].notna()
             ]
-            colors = [PROFILE_TEXT[_profile(arm)] for arm in shown.arm]
-            name_points(ax, list(shown.arm), shown[panel.x], shown["mean"], colors)
+            colors = [PROFILE_TEXT[_profile(arm)] for arm in named_arms.arm]
+            name_points(
+                ax,
+                list(named_arms.arm),
+                named_arms[panel.x],
+                named_arms["mean"],
+                colors,
+            )
     return figure
 
 
 class _Panel(NamedTuple):
     """A panel of figure 3: arms in drawn units over one measure of cost."""
 
-    name: str  # of the aggregation; "" where there is one
-    x: str
-    runs: (
-        pd.DataFrame
-    )  # costs relative to static precision at the largest q_max, as in ``arms``
-    arms: pd.DataFrame
+    name: str  # of the aggregation; "" if the figure has one aggregation
+    x: str  # column of the horizontal axis
+    # costs are relative to static precision at the largest q_max, as in ``arms``
+    runs: pd.DataFrame
+    arms: pd.DataFrame  # of ``by_arm``, with mean and std in drawn units
 
 
 def _on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
@@ -395,7 +419,7 @@ def _panels(runs: pd.DataFrame, metric: Metric, xs: Sequence[str]) -> list[_Pane
         arms = arms.assign(
             mean=metric.factor * arms["mean"], std=metric.factor * arms["std"]
         )
-        name = AGGREGATIONS[kind] if several else ""
+        name = AGGREGATION_NAMES[kind] if several else ""
         panels += [_Panel(name, x, converted, arms) for x in xs]
     return panels
 
@@ -412,11 +436,11 @@ def _draw_panel(ax: Axes, panel: _Panel, metric: Metric) -> None:
     for r in arms[(arms.savings != "static") & arms["mean"].notna()].itertuples():
         color = PROFILE_COLORS[_profile(r.arm)]
         edge = COLORS["static"] if r.q_max >= OUTLINED_BITS else color
-        spread = r.std if r.n > 1 else None
+        std = r.std if r.n > 1 else None
         ax.errorbar(
             [getattr(r, x)],
             [r.mean],
-            None if spread is None else [spread],
+            None if std is None else [std],
             fmt=_marker(r.arm),
             color=color,
             markersize=7.5,
@@ -432,7 +456,9 @@ def _draw_panel(ax: Axes, panel: _Panel, metric: Metric) -> None:
         for r in arms[worst].itertuples():
             bits = f"{r.arm} bits (q_max {r.q_max})" if several else f"{r.arm} bits"
             names.append(f"{bits} {r.mean:.0f} {metric.unit}".rstrip())
-        ax.set_title(f"below the axis: {', '.join(names)}", loc="right", fontsize=SMALL)
+        ax.set_title(
+            f"below the axis: {', '.join(names)}", loc="right", fontsize=SMALL_FONT_SIZE
+        )
     if panel.name:
         ax.set_title(panel.name, loc="left", fontsize=9)
     ax.set_xlabel(X_LABELS.get(x, x).format(top=top))
@@ -449,11 +475,11 @@ def _by_q_max(arms: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
 
 
 def _draw_static(ax: Axes, static: pd.DataFrame, x: str, color: str) -> None:
-    spread = static["std"].where(static["n"] > 1).fillna(0)
+    std = static["std"].where(static["n"] > 1).fillna(0)
     ax.errorbar(
         static[x],
         static["mean"],
-        spread,
+        std,
         color=color,
         marker="s",
         markersize=10,
@@ -468,7 +494,7 @@ def _draw_static(ax: Axes, static: pd.DataFrame, x: str, color: str) -> None:
             r.mean,
             bits,
             color="white",
-            fontsize=SMALL,
+            fontsize=SMALL_FONT_SIZE,
             ha="center",
             va="center_baseline",
             zorder=4,
@@ -483,7 +509,7 @@ def _draw_front(ax: Axes, arms: pd.DataFrame, metric: Metric) -> None:
         best["relative_cost"],
         best["mean"],
         where="post",
-        color=PRINTED,
+        color=PAPER_COLOR,
         linestyle=":",
         zorder=0.5,
         label="Pareto front",
@@ -504,7 +530,7 @@ def _marker(arm: str) -> str:
 
 
 def _label_marks(ax: Axes, panels: Sequence[_Panel]) -> None:
-    """Add to the legend of an axes what colours, shapes and outlines mean, as far as the panels have them."""
+    """Add the meaning of the drawn colours, shapes and outlines to the legend."""
     arms = pd.concat([panel.arms for panel in panels])
     schedules = arms[arms.savings != "static"]
     look: dict[str, Any] = {"linestyle": "none", "markersize": 7.5}
@@ -513,9 +539,9 @@ def _label_marks(ax: Axes, panels: Sequence[_Panel]) -> None:
             ax.plot(
                 [], [], marker="o", color=PROFILE_COLORS[profile], label=name, **look
             )
-    for marker, name in MARKERS.items():
+    for marker, name in MARKER_NAMES.items():
         if marker in {_marker(arm) for arm in schedules.arm}:
-            ax.plot([], [], marker=marker, color=QUIET, label=name, **look)
+            ax.plot([], [], marker=marker, color=MUTED_COLOR, label=name, **look)
     if schedules.q_max.nunique() > 1:
         for q_max in sorted(schedules.q_max.unique(), reverse=True):
             outlined = q_max >= OUTLINED_BITS
@@ -545,21 +571,27 @@ def _draw_bitops(ax: Axes, panel: _Panel) -> None:
     full = full_bitops(panel.runs)[panel.runs["q_max"].max()]
     if np.isnan(full):
         return
-    at_paper_scale = panel.runs["scale"].iloc[0] == "paper"
-    factor = full / (PAPER_UNIT if at_paper_scale else GIGA)
-    axis = ax.secondary_xaxis(
-        "top", functions=(lambda x: x * factor, lambda x: x / factor)
-    )
-    unit = (
-        "10^13 BitOps, printed as GBitOps in the paper" if at_paper_scale else "GBitOps"
-    )
+    if panel.runs["scale"].iloc[0] == "paper":
+        factor = full / PAPER_UNIT
+        unit = "10^13 BitOps, printed as GBitOps in the paper"
+    else:
+        factor = full / GIGA
+        unit = "GBitOps"
+
+    def to_bitops(relative_cost: Any) -> Any:
+        return relative_cost * factor
+
+    def from_bitops(bitops: Any) -> Any:
+        return bitops / factor
+
+    axis = ax.secondary_xaxis("top", functions=(to_bitops, from_bitops))
     axis.set_xlabel(f"training cost in {unit}", fontsize=9)
-    axis.tick_params(labelsize=SMALL + 0.5)
+    axis.tick_params(labelsize=SMALL_FONT_SIZE + 0.5)
 
 
 def _draw_printed(ax: Axes, panel: _Panel, metric: Metric) -> None:
-    """Draw what the paper prints, in grey: differences to static precision, values, and costs at paper scale."""
-    lines = paper_numbers.of_figure(panel.runs)
+    """Draw the paper's numbers in grey: differences to static precision, values, and costs at paper scale."""
+    lines = paper_numbers.figure_numbers(panel.runs)
     differences = lines[
         (lines["minus"] == "static")
         & (lines["metric"] == metric.name)
@@ -574,7 +606,7 @@ def _draw_printed(ax: Axes, panel: _Panel, metric: Metric) -> None:
         ax.plot(
             *zip(*points, strict=True),
             "x",
-            color=PRINTED,
+            color=PAPER_COLOR,
             markersize=8,
             markeredgewidth=2,
             label="paper: quality",
@@ -582,7 +614,7 @@ def _draw_printed(ax: Axes, panel: _Panel, metric: Metric) -> None:
     costs = _printed_costs(lines, full_bitops(panel.runs)[panel.runs["q_max"].max()])
     if costs:
         look: dict[str, Any] = {
-            "color": PRINTED,
+            "color": PAPER_COLOR,
             "markersize": 8,
             "clip_on": False,
             "label": "paper: printed costs",
@@ -600,8 +632,8 @@ def _printed_values(
     for p in lines[
         (lines["minus"] == "") & (lines["metric"] == metric.name)
     ].itertuples():
-        same = arms[(arms.arm == p.arm) & (arms.q_max == p.q_max)]
-        points += [(cost, p.value) for cost in same["relative_cost"]]
+        matching_arms = arms[(arms.arm == p.arm) & (arms.q_max == p.q_max)]
+        points += [(cost, p.value) for cost in matching_arms["relative_cost"]]
     return points
 
 
@@ -613,16 +645,18 @@ def _printed_costs(lines: pd.DataFrame, full: float) -> list[float]:
 
 
 def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
-    """Draw a printed difference to static precision as a bar from our static level; nothing where an arm is missing."""
+    """Draw a printed difference to static precision as a bar from the measured static level, if both arms ran."""
     q_max = arms.q_max.max() if np.isnan(p.q_max) else int(p.q_max)
-    mine = arms[arms.q_max == q_max]
-    static = mine[mine.arm == f"static {q_max}"]["mean"]
-    compared = mine[(mine.arm == p.arm) | (mine.savings == p.arm)]
-    if static.empty or compared.empty or static.isna().any():
+    q_max_arms = arms[arms.q_max == q_max]
+    static = q_max_arms[q_max_arms.arm == f"static {q_max}"]["mean"]
+    compared_arms = q_max_arms[
+        (q_max_arms.arm == p.arm) | (q_max_arms.savings == p.arm)
+    ]
+    if static.empty or compared_arms.empty or static.isna().any():
         return
-    level, x = static.iloc[0], compared["relative_cost"].mean()
+    level, x = static.iloc[0], compared_arms["relative_cost"].mean()
     low, high = level + p.value, level + (p.value if np.isnan(p.to) else p.to)
-    name = f"{p.arm} savings" if p.arm in GROUPS else p.arm
+    name = f"{p.arm} savings" if p.arm in SAVINGS_GROUPS else p.arm
     where = f"paper, on its own data ({p.data})" if p.own_data else "paper"
     label = f"{where}: {name} minus static {q_max}"
     if low == high:
@@ -630,7 +664,7 @@ def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
             [x],
             [low],
             marker="_",
-            color=PRINTED,
+            color=PAPER_COLOR,
             linestyle="none",
             markersize=16,
             markeredgewidth=4,
@@ -640,7 +674,7 @@ def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
         ax.plot(
             [x, x],
             [low, high],
-            color=PRINTED,
+            color=PAPER_COLOR,
             alpha=0.6,
             linewidth=9,
             solid_capstyle="butt",
@@ -649,38 +683,40 @@ def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
 
 
 def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
-    """Which static precisions fail to train and are named, not drawn: they would squeeze the others."""
+    """Return which static precisions fail to train; they are named, not drawn, as they would squeeze the others."""
     schedules = arms[arms.savings != "static"]
     means = (schedules if len(schedules) else arms)["mean"]
-    spread = means.max() - means.min()
-    limit = means.min() - 15 if metric.better > 0 else 1.15 * means.min() + 1.5 * spread
-    return (arms.savings == "static") & (
-        metric.better * arms["mean"] < metric.better * limit
-    )
+    if metric.better > 0:
+        limit = means.min() - 15
+    else:
+        value_range = means.max() - means.min()
+        limit = 1.15 * means.min() + 1.5 * value_range
+    is_beyond = metric.better * arms["mean"] < metric.better * limit
+    return (arms.savings == "static") & is_beyond
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield the figure and the table of every recipe, with all its q_max, those that show most first."""
-    for name, group in sorted(with_unique_names(recipe_groups(runs)), key=_shows):
-        arms, metric = group["arm"].nunique(), metric_of(group)
-        drawn = (
-            figure_3(group, xs=("relative_cost", "noise_exposure"), front=True)
-            if arms > 1
-            else None
-        )
-        shown = summary(group)
-        same = {
+    """Yield figure and table of every recipe with all its q_max, the largest experiments first."""
+    groups = with_unique_names(recipe_groups(runs))
+    for name, group in sorted(groups, key=_sort_key):
+        figure = None
+        if group["arm"].nunique() > 1:
+            xs = ("relative_cost", "noise_exposure")
+            figure = figure_3(group, xs=xs, front=True)
+        table = summary(group)
+        constant_values = {
             "paper": "not in the paper",
             "std": "–",
             "failed": 0,
             "q_max": group["q_max"].iloc[0],
         }
-        silent = [
-            column for column, said in same.items() if (shown[column] == said).all()
+        constant_columns = [
+            column
+            for column, value in constant_values.items()
+            if (table[column] == value).all()
         ]
-        yield Section(
-            name, (), drawn, f"{metric} against cost", shown.drop(columns=silent)
-        )
+        alt = f"{metric_of(group)} against cost"
+        yield Section(name, (), figure, alt, table.drop(columns=constant_columns))
 
 
 def recipe_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -696,6 +732,6 @@ def recipe_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     ]
 
 
-def _shows(named_group: tuple[str, pd.DataFrame]) -> tuple[bool, int]:
+def _sort_key(named_group: tuple[str, pd.DataFrame]) -> tuple[bool, int]:
     group = named_group[1]
     return group["scale"].iloc[0] != "paper", -group["arm"].nunique()

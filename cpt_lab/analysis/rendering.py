@@ -1,4 +1,7 @@
-"""Tables and pages for people: a table is made once and shown on a terminal, in Markdown or in HTML.
+"""Tables and pages: one table for a terminal, for Markdown and for HTML.
+
+``Section`` is a part of a page; ``render`` fills a template with sections, links the words of the glossary and embeds
+the figures.
 
 >>> print(terminal(pd.DataFrame({"arm": ["CR", "static 8"], "cost": ["0.63", "1.00"]})))
 arm       cost
@@ -30,11 +33,11 @@ class Section:
 
     title: str  # its heading
     notes: tuple[str, ...] = ()  # paragraphs; words between backticks are set as code
-    # stands in the page itself, no other file is needed; or the address of a picture
+    # a figure is embedded in the page; a string is the address of a picture
     figure: Figure | str | None = None
-    alt: str = ""  # what the figure shows, in words
-    # a cell that is a list is folded up behind its length; one that is a dict of page, name, failed and error is a
-    # link, and one to the page of what went wrong
+    alt: str = ""  # the figure in words
+    # a cell that is a list is folded up behind its length; a cell that is a dict of page, name, failed and error is a
+    # link to a page, with a second link to the page of a failure
     table: pd.DataFrame | None = None
     # classes of the table: "left" aligns everything left, "folded" folds it up behind its number of lines
     style: str = ""
@@ -85,19 +88,18 @@ def _code(text: str) -> str:
 
 def terminal(frame: pd.DataFrame) -> str:
     """Return a table as text, its first column aligned left and the others right."""
-    lines = [
-        list(map(str, line))
-        for line in (frame.columns, *frame.itertuples(index=False, name=None))
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (
-        [
-            w.rjust(n) if i else w.ljust(n)
-            for i, (w, n) in enumerate(zip(x, widths, strict=True))
-        ]
-        for x in lines
-    )
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    rows = [list(map(str, frame.columns))]
+    for line in frame.itertuples(index=False, name=None):
+        rows.append(list(map(str, line)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        if cells:
+            cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -113,27 +115,32 @@ def markdown(frame: pd.DataFrame) -> str:
 def render(
     template: str, folder: Path = Path(__file__).parent, /, **values: Any
 ) -> str:
-    """Fill in one of the templates of a folder, that of this file unless given; what goes into HTML is escaped."""
+    """Return a filled template of a folder, by default that of this file; values in HTML are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        autoescape=_is_html,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    used: dict[str, str] = {}  # of the glossary, what the page uses
-    marked = partial(_marked, glossary=glossary(), used=used)
+    used_terms: dict[str, str] = {}  # entries of the glossary that the page uses
+    mark_terms = partial(_mark_terms, glossary=glossary(), used=used_terms)
     environment.filters |= {
-        "marked": marked,
+        "marked": mark_terms,
         "contents": contents,
         "picture": _picture,
         "markdown": markdown,
     }
-    return environment.get_template(template).render(values, used=used)
+    return environment.get_template(template).render(values, used=used_terms)
 
 
-# "Equal cost: mlp6 on digits, 600 steps, 4 cycles, q_min 3, q_max 8, demo scale": what is shown, of what, trained how
+def _is_html(name: str | None) -> bool:
+    return name is not None and name.endswith(".html.j2")
+
+
+# Title of an experiment, (part: )name, settings:
+# "Equal cost: mlp6 on digits, 600 steps, 4 cycles, q_min 3, q_max 8, demo scale"
 _EXPERIMENT = re.compile(
     r"(?:(?P<part>[^:,]+): )?(?P<name>.+?), (?P<how>(?:[\d,]+ steps, )?(?:\d+ cycles?, )?q_min .+)"
 )
@@ -142,17 +149,18 @@ _EXPERIMENT = re.compile(
 def contents(
     sections: Sequence[Section],
 ) -> list[tuple[str, list[tuple[str, list[tuple[int, str]]]]]]:
-    """Return what a page holds, experiments together that show the same of the same.
+    """Return the table of contents of a page, with experiments of the same part and name grouped.
 
     Returns:
-        (part, entries) each; an entry is (name, links), a link (number of the section from 1, words). Sections that are
-        no experiments are a part without a name, with one entry. What all experiments share at their ends is left out.
+        (part, entries) each; an entry is (name, links), a link (number of the section from 1, text). Sections that are
+        not experiments are a part without a name, with one entry. Settings that all experiments share at the end of
+        their titles are left out.
     """
-    found = [_EXPERIMENT.fullmatch(section.title) for section in sections]
-    ends = {f", {m['how'].rpartition(', ')[2]}" for m in found if m}
+    matches = [_EXPERIMENT.fullmatch(section.title) for section in sections]
+    ends = {f", {m['how'].rpartition(', ')[2]}" for m in matches if m}
     shared = ends.pop() if len(ends) == 1 else ""
     parts: dict[str, dict[str, list[tuple[int, str]]]] = {}
-    for number, (section, m) in enumerate(zip(sections, found, strict=True), 1):
+    for number, (section, m) in enumerate(zip(sections, matches, strict=True), 1):
         part, name = (
             (m["part"] or "Quality against cost", m["name"])
             if m
@@ -160,19 +168,19 @@ def contents(
         )
         how = m["how"].removesuffix(shared) if m else section.title
         parts.setdefault(part, {}).setdefault(name, []).append((number, how))
-    shown = []
+    page_parts = []
     for part, names in parts.items():
         # one training alone needs no settings to be told apart
         entries = [
-            (name, at) if not name or len(at) > 1 else ("", [(at[0][0], name)])
-            for name, at in names.items()
+            (name, links) if not name or len(links) > 1 else ("", [(links[0][0], name)])
+            for name, links in names.items()
         ]
-        shown.append((part if any(names) else "", entries))
-    return shown
+        page_parts.append((part if any(names) else "", entries))
+    return page_parts
 
 
 def plain(text: str) -> str:
-    """Return Markdown as words: without links, emphasis and the signs of formulas."""
+    """Return Markdown as plain text, without links, emphasis and the signs of formulas."""
     text = re.sub(
         r"\[([^]]+)\]\([^)]+\)", r"\1", text.replace(r"\cdot", "x").replace(r"\,", " ")
     )
@@ -180,41 +188,42 @@ def plain(text: str) -> str:
 
 
 def glossary() -> dict[str, str]:
-    """Return what the notebooks' glossary says of every word, in plain text."""
+    """Return the entries of the notebooks' glossary in plain text, by term."""
     text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
     text = plain(re.sub(r" (Notebook|Lesson)\s\[\d.*", "", text))
     return {
-        name: " ".join(said.split())
-        for name, said in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)
+        name: " ".join(definition.split())
+        for name, definition in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)
     }
 
 
-def _marked(escaped: str, glossary: dict[str, str], used: dict[str, str]) -> str:
-    """Set words between backticks as code; where a word of the glossary stands first, it leads to what that says."""
+def _mark_terms(escaped: str, glossary: dict[str, str], used: dict[str, str]) -> str:
+    """Set words between backticks as code, and link the first use of every glossary term to its entry."""
     names = {
         word: name
         for name in glossary
-        for of in name.split(" and ")
-        for word in (of, of.capitalize())
+        for term in name.split(" and ")
+        for word in (term, term.capitalize())
     }
     names |= {
         arm: name for name in glossary if name == "names of schedules" for arm in SUITE
     }
 
-    def mark(found: re.Match[str]) -> str:
-        if found["code"]:
-            return f"<code>{found['code']}</code>"
-        if (name := names[found["word"]]) in used:
-            return found[0]
+    def mark(match: re.Match[str]) -> str:
+        if match["code"]:
+            return f"<code>{match['code']}</code>"
+        name = names[match["word"]]
+        if name in used:
+            return match[0]
         used[name] = glossary[name]
-        return f'<a class="word" href="#word-{len(used)}">{found[0]}</a>'
+        return f'<a class="word" href="#word-{len(used)}">{match[0]}</a>'
 
     words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.sub(rf"``?(?P<code>[^`]+)``?|\b(?P<word>{words})s?\b", mark, str(escaped))
 
 
 def _picture(figure: Figure | str) -> dict[str, Any]:
-    """Return a figure as the address of an image that needs no other file, and the width at which it is shown."""
+    """Return the address of an image, embedded as data for a figure, and the width at which it is shown."""
     if isinstance(figure, str):
         return {"src": figure, "width": 480}
     png, width, _ = picture(figure)

@@ -1,4 +1,8 @@
-"""Reports in HTML that open offline: of a reproduction (a folder), and of everything that is stored (one page)."""
+"""HTML reports that open offline.
+
+``write`` makes the index page of ``make reproduce`` in a folder of notebook pages; ``write_report`` makes one page
+about all stored runs (``cpt report``).
+"""
 
 import ast
 import re
@@ -33,29 +37,58 @@ from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import ROOT, all_stores, runs_dir
 from cpt_lab.sweeps.row_format import integrity
 
-PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
-ANSWER = (  # of H2, a test holds it to the rows
-    "How few bits can a network be trained with, and does it help to let them rise and fall? In the results that are "
-    "kept, no cyclic schedule beat static bits of its cost by the margin set beforehand."
+REPORTED_PACKAGES = (
+    "cpt-core",
+    "torch",
+    "torchvision",
+    "numpy",
+    "papermill",
+    "jupyterlab",
 )
-BRACKETS = (
+HEADLINE = (  # of H2, a test holds it to the rows
+    "How few bits can a network be trained with, and does it help to let them rise and fall? In the results that are "
+    "stored, no cyclic schedule beat static bits of equal cost by the margin set beforehand."
+)
+BRACKETS_NOTE = (
     "In round brackets: what training cost, relative to the most bits throughout. In square ones: 95 % intervals, "
     "paired by seed, each on its own and not corrected for several comparisons."
 )
-SMOKE = (
+SMOKE_NOTE = (
     "This was a smoke run: it shows that everything runs, and nothing on this page is a result of it. `make reproduce` "
     "at demo scale sets its runs beside the paper."
 )
+ROWS_NOTE = (
+    "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
+    "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none."
+)
 NOT_RUN = "not run"
-MIN_SEEDS = 3  # fewer decide nothing
-TASKS = {  # of the sections of the paper on quality against cost
+MIN_SEEDS = 3  # with fewer seeds nothing is decided
+SOURCE_COLUMNS = [
+    "store",
+    "runs that count",
+    "diverged",
+    "failed",
+    "device",
+    "hours",
+    "numerics",
+    "torch",
+    "commit",
+    "started",
+]
+TASKS_BY_TOPIC = {  # section of the paper on quality against cost -> its tasks
     "images": ("image",),
     "detection": ("detection",),
     "graphs": ("graph",),
     "language": ("language_model",),
     "entailment": ("entailment",),
 }
-QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, int8_comparison)
+RESULT_MODULES = (
+    quality_cost,
+    aggregation,
+    critical_periods,
+    equal_cost,
+    int8_comparison,
+)
 
 
 def write(
@@ -65,18 +98,18 @@ def write(
     committed: Sequence[Section] = (),
     own_data: Sequence[Section] = (),
 ) -> Path:
-    """Write ``index.html`` into ``folder``: notebooks, and the paper beside the runs of a scale.
+    """Write ``index.html`` into ``folder``: notebooks, and the paper compared with the runs of a scale.
 
     Args:
-        folder: of the page and of the pages of the notebooks.
-        scale: whose runs are shown; smoke runs are not.
-        outcomes: what became of every notebook.
+        folder: folder of the page and of the pages of the notebooks.
+        scale: scale of the shown runs; smoke runs are not shown.
+        outcomes: outcome of every notebook.
         committed: sections made of committed rows, which come first.
-        own_data: answers for data of the user's own, which come before all else.
+        own_data: answers for the user's own data, which come before everything else.
     """
     files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
     runs = load(*files) if files else table([])
-    notes = [ANSWER]
+    notes = [HEADLINE]
     if own_data:
         notes.append("What was found for your data comes first.")
     notes.append(
@@ -85,11 +118,13 @@ def write(
     )
     notes += _numerics_note(runs)
     if scale == "smoke":
-        notes.insert(0, SMOKE)
+        notes.insert(0, SMOKE_NOTE)
     sections = [
         *own_data,
         *committed,
-        Section("Notebooks", (BRACKETS,), table=_notebooks(outcomes), style="left"),
+        Section(
+            "Notebooks", (BRACKETS_NOTE,), table=_notebooks(outcomes), style="left"
+        ),
         *_paper_sections(runs),
         *data_reports.sections(
             *data_reports.stored_reports(files), style="left folded"
@@ -104,26 +139,33 @@ def write(
     return index
 
 
-def compare_claims(here: pd.DataFrame, committed: pd.DataFrame) -> pd.DataFrame:
-    """Return the claims of a section: the paper, this run, the committed rows.
+def compare_claims(run_claims: pd.DataFrame, committed: pd.DataFrame) -> pd.DataFrame:
+    """Return the claims of a section in three columns: the paper, this run, the committed rows.
 
     Args:
-        here: ``reproduction.claims_table`` of the runs of a page.
-        committed: the same of the committed rows.
+        run_claims: ``reproduction.claims_table`` of the runs of a page.
+        committed: ``reproduction.claims_table`` of the committed rows.
     """
     lines = []
-    for ours, theirs in zip(
-        here.itertuples(index=False), committed.itertuples(index=False), strict=True
+    for run_claim, stored_claim in zip(
+        run_claims.itertuples(index=False),
+        committed.itertuples(index=False),
+        strict=True,
     ):
-        lines.append((theirs[0], _measured_here(ours), *theirs[1:]))
+        lines.append((stored_claim[0], _measured_here(run_claim), *stored_claim[1:]))
     return pd.DataFrame(
         lines,
-        columns=[here.columns[0], "this run", "committed rows", *committed.columns[2:]],
+        columns=[
+            run_claims.columns[0],
+            "this run",
+            "committed rows",
+            *committed.columns[2:],
+        ],
     )
 
 
 def _measured_here(line: tuple[str, ...]) -> str:
-    """Return what was measured and its level; with few seeds also that it decides nothing."""
+    """Return the measured effect and its level; with few seeds also that it decides nothing."""
     _, measured, where, level, _ = line
     if measured == "–":
         return NOT_RUN
@@ -137,16 +179,19 @@ def _measured_here(line: tuple[str, ...]) -> str:
 
 
 def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield, by section of the paper that was run, the table of claims and the figures of the runs."""
+    """Yield the table of claims and the figures of every section of the paper that was run."""
     figures = (
         {topic: list(_figures(topic, runs)) for topic in reproduction.SECTIONS}
         if len(runs)
         else {}
     )
-    topics = [topic for topic, drawn in figures.items() if drawn]
+    topics = [topic for topic, topic_figures in figures.items() if topic_figures]
     if not topics:
         return
-    here, committed = reproduction.claims_tables(runs), reproduction.claims_tables()
+    run_tables, committed = (
+        reproduction.claims_tables(runs),
+        reproduction.claims_tables(),
+    )
     for topic in sorted(topics, key=lambda topic: reproduction.SECTIONS[topic].number):
         section = reproduction.SECTIONS[topic]
         heading = f"{section.title}: the paper, this run, committed rows"
@@ -157,14 +202,14 @@ def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
         yield Section(
             heading,
             (note,),
-            table=compare_claims(here[topic], committed[topic]),
+            table=compare_claims(run_tables[topic], committed[topic]),
             style="left claims",
         )
         yield from figures[topic]
 
 
 def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield the figures of the runs that belong to a section of the paper."""
+    """Yield the figures of a section of the paper."""
     if topic == "critical-periods":
         yield from critical_periods.sections(runs)
         return
@@ -172,11 +217,11 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
         yield from equal_cost.sections(runs)
         yield from int8_comparison.sections(runs)
         return
-    part = runs[runs["task"].isin(TASKS[topic])]
+    part = runs[runs["task"].isin(TASKS_BY_TOPIC[topic])]
     for name, group in run_groups.with_unique_names(
         run_groups.quality_cost_groups(part)
     ):
-        drawn = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
+        figure = quality_cost.figure_3(group) if group["arm"].nunique() > 1 else None
         seeds = int(group.groupby("arm")["seed"].nunique().max())
         notes = (
             (f"{plural(seeds, 'seed')}: too few to compare.",)
@@ -186,7 +231,7 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
         yield Section(
             name,
             notes,
-            drawn,
+            figure,
             f"{metric_of(group)} against cost",
             _without_front(group),
         )
@@ -195,91 +240,94 @@ def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:
 
 
 def _without_front(group: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of an experiment without its Pareto front, and without columns that say nothing."""
-    shown = quality_cost.summary(group).drop(columns="Pareto front", errors="ignore")
+    """Return the table of an experiment without its Pareto front and without constant columns."""
+    table = quality_cost.summary(group).drop(columns="Pareto front", errors="ignore")
     empty_values = {"paper": "not in the paper", "std": "–", "failed": 0}
     empty = [
         name
         for name, value in empty_values.items()
-        if name in shown and (shown[name] == value).all()
+        if name in table and (table[name] == value).all()
     ]
-    return shown.drop(columns=empty)
+    return table.drop(columns=empty)
 
 
 def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -> Path:
-    """Write one page, complete in itself, about all stored runs but those at smoke scale, and return its path.
+    """Write a self-contained page about all stored runs above smoke scale, and return its path.
 
-    Without ``files`` it takes the committed stores and those under ``runs/``, without ``out`` ``runs/report.html``.
+    Args:
+        files: the stores; None for the committed stores and those under ``runs/``.
+        out: path of the page; None for ``runs/report.html``.
     """
     files = all_stores() if files is None else files
-    found = load(*files, every_rate=True) if files else table([])
-    stored = found[found["scale"] != "smoke"]
-    runs = tuned(stored)
-    shown = [section for question in QUESTIONS for section in question.sections(runs)]
-    printed, title = paper_comparison.summary(runs), "Numbers printed in the paper"
-    missing = printed.eq("not run").any(axis=1)
-    parts = (
-        (title, printed[~missing], "left"),
-        (f"{title}: not run", printed[missing], "left folded"),
-    )
-    tables = reproduction.claims_tables(runs) if len(runs) else {}
-    sections = [
-        *(
-            shown
-            or [
-                Section(
-                    "Results",
-                    (
-                        "No run above smoke scale is stored yet; `cpt plan` lists the grids.",
-                    ),
-                )
-            ]
-        ),
-        *(section for study in studies("outcome") for section in study.sections(runs)),
-        *_claims_by_section(tables),
-        of_claims(runs),
-        *predictors.sections(runs),
-        Section(
-            "Figure 2: the ten schedules",
-            (),
-            figure_2(),
-            "precision over training steps for the ten schedules",
-        ),
-        *(
-            Section(title, table=lines, style=style)
-            for title, lines, style in parts
-            if len(lines)
-        ),
-        *([_claims_not_run(tables)] if tables else []),
-        *data_reports.sections(
-            *data_reports.stored_reports(files), style="left folded"
-        ),
-        Section(
-            "Differences from the paper",
-            points=tuple((entry, place) for place, entry in differences()),
-        ),
-        Section(
-            "Where this comes from",
-            (str(integrity(files)), _versions()),
-            table=_sources(stored),
-            style="left",
-        ),
-    ]
-    notes = [
-        ANSWER,
-        "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
-        "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none.",
-    ]
-    notes += _numerics_note(stored)
-    if smoke := len(found) - len(stored):
+    all_runs = load(*files, every_rate=True) if files else table([])
+    stored = all_runs[all_runs["scale"] != "smoke"]
+    notes = [HEADLINE, ROWS_NOTE, *_numerics_note(stored)]
+    num_smoke = len(all_runs) - len(stored)
+    if num_smoke:
         notes.append(
-            f"{plural(smoke, 'run')} at smoke scale left out: they show that everything runs, and no more."
+            f"{plural(num_smoke, 'run')} at smoke scale left out: they show that everything runs, and no more."
         )
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     title = "Cyclic precision training: figures and tables from stored runs"
+    sections = list(_report_sections(tuned(stored), stored, files))
     write_text(out, render("page.html.j2", title=title, notes=notes, sections=sections))
     return out
+
+
+def _report_sections(
+    runs: pd.DataFrame, stored: pd.DataFrame, files: Sequence[Path]
+) -> Iterator[Section]:
+    """Yield all sections of the report.
+
+    Args:
+        runs: the runs at their best learning rates.
+        stored: all runs above smoke scale.
+        files: their stores.
+    """
+    yield from _result_sections(runs)
+    for study in studies("outcome"):
+        yield from study.sections(runs)
+    claim_tables = reproduction.claims_tables(runs) if len(runs) else {}
+    yield from _claims_by_section(claim_tables)
+    yield of_claims(runs)
+    yield from predictors.sections(runs)
+    alt = "precision over training steps for the ten schedules"
+    yield Section("Figure 2: the ten schedules", (), figure_2(), alt)
+    yield from _printed_sections(runs)
+    if claim_tables:
+        yield _claims_not_run(claim_tables)
+    reports, missing = data_reports.stored_reports(files)
+    yield from data_reports.sections(reports, missing, style="left folded")
+    points = tuple((entry, place) for place, entry in differences())
+    yield Section("Differences from the paper", points=points)
+    provenance_notes = (str(integrity(files)), _versions())
+    table = _sources(stored)
+    yield Section("Where this comes from", provenance_notes, table=table, style="left")
+
+
+def _result_sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield the sections of every kind of result, or one that says that nothing is stored."""
+    is_empty = True
+    for module in RESULT_MODULES:
+        for section in module.sections(runs):
+            is_empty = False
+            yield section
+    if is_empty:
+        note = "No run above smoke scale is stored yet; `cpt plan` lists the grids."
+        yield Section("Results", (note,))
+
+
+def _printed_sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield the numbers printed in the paper with the measured ones, then those that were not run."""
+    printed = paper_comparison.summary(runs)
+    is_missing = printed.eq(NOT_RUN).any(axis=1)
+    title = "Numbers printed in the paper"
+    if not is_missing.all():
+        yield Section(title, table=printed[~is_missing], style="left")
+    if is_missing.any():
+        missing = printed[is_missing]
+        yield Section(f"{title}: not run", table=missing, style="left folded")
 
 
 def _claims_by_section(tables: dict[str, pd.DataFrame]) -> Iterator[Section]:
@@ -298,7 +346,7 @@ def _claims_by_section(tables: dict[str, pd.DataFrame]) -> Iterator[Section]:
 
 
 def _claims_not_run(tables: dict[str, pd.DataFrame]) -> Section:
-    """Return the claims that nothing was run for, and what they need."""
+    """Return the claims without any run, and the runs that they need."""
     lines = pd.concat(list(tables.values()))
     missing = lines.loc[
         lines["verdict"] == NOT_RUN, ["the paper says", "data and scale"]
@@ -311,77 +359,58 @@ def _claims_not_run(tables: dict[str, pd.DataFrame]) -> Section:
 
 
 def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
-    """A line per page: the good one, with question and answer, and the failure with its reason, if the last."""
+    """Return a table of notebooks: link to the page with question and answer, link to a failure, time."""
     lines = []
-    for o in outcomes:
-        links = {
-            "page": o["page"] and o["page"].name,
-            "failed": o["failed"] and o["failed"].name,
+    for outcome in outcomes:
+        page, failed = outcome["page"], outcome["failed"]
+        link = {
+            "page": page and page.name,
+            "failed": failed and failed.name,
+            "name": outcome["name"],
+            "error": outcome["error"],
         }
-        time = f"{o['seconds']:.0f}\N{NO-BREAK SPACE}s" if o["seconds"] else "–"
-        when = f"{time}, earlier" if "earlier" in o["status"] else time
-        lines.append(
-            (
-                {**links, "name": o["name"], "error": o["error"]},
-                o["asked"],
-                o["found"],
-                when,
-            )
-        )
-    return pd.DataFrame(
-        lines, columns=["notebook", "what was asked", "what came out", "time"]
-    )
+        time = "–"
+        if outcome["seconds"]:
+            time = f"{outcome['seconds']:.0f}\N{NO-BREAK SPACE}s"
+        if "earlier" in outcome["status"]:
+            time = f"{time}, earlier"
+        lines.append((link, outcome["asked"], outcome["found"], time))
+    columns = ["notebook", "what was asked", "what came out", "time"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def _sources(runs: pd.DataFrame) -> pd.DataFrame:
-    changed = runs["dirty"].map({True: " with changes"}).fillna("")
+    """Return a table of stores: number of runs, devices, hours, versions, commits and days."""
+    changes = runs["dirty"].map({True: " with changes"}).fillna("")
     runs = runs.assign(
-        commit=runs["commit"].fillna("none").str[:8] + changed,
+        commit=runs["commit"].fillna("none").str[:8] + changes,
         day=runs["started"].str[:10],
     )
     lines = []
     for store, part in runs.groupby("store"):
-        devices, torch, commits = (
-            ", ".join(sorted(set(part[name]))) for name in ("device", "torch", "commit")
-        )
-        numerics = _numerics(part)
-        hours, days = (
-            part["seconds"].sum() / 3600,
-            f"{part['day'].min()} to {part['day'].max()}",
-        )
-        diverged = int(part["diverged"].sum())
-        failed = int(((part["status"] == "failed") & ~part["diverged"]).sum())
+        distinct = {}
+        for name in ("device", "torch", "commit"):
+            distinct[name] = ", ".join(sorted(set(part[name])))
+        is_failed = (part["status"] == "failed") & ~part["diverged"]
         lines.append(
-            (
-                store,
-                len(part),
-                diverged,
-                failed,
-                devices,
-                f"{hours:.2f}",
-                numerics,
-                torch,
-                commits,
-                days,
-            )
+            {
+                "store": store,
+                "runs that count": len(part),
+                "diverged": int(part["diverged"].sum()),
+                "failed": int(is_failed.sum()),
+                "device": distinct["device"],
+                "hours": f"{part['seconds'].sum() / 3600:.2f}",
+                "numerics": _numerics(part),
+                "torch": distinct["torch"],
+                "commit": distinct["commit"],
+                "started": f"{part['day'].min()} to {part['day'].max()}",
+            }
         )
-    columns = [
-        "store",
-        "runs that count",
-        "diverged",
-        "failed",
-        "device",
-        "hours",
-        "numerics",
-        "torch",
-        "commit",
-    ]
-    columns.append("started")
-    return pd.DataFrame(lines, columns=columns)
+    return pd.DataFrame(lines, columns=SOURCE_COLUMNS)
 
 
 def _numerics(runs: pd.DataFrame) -> str:
-    """Return the versions of the numerics that made some runs, with the number of runs of each where they differ."""
+    """Return the versions of the numerics of runs, with the number of runs of each if they differ."""
     counts = (
         runs["numerics"]
         .astype("string")
@@ -397,32 +426,31 @@ def _numerics(runs: pd.DataFrame) -> str:
 
 
 def _numerics_note(runs: pd.DataFrame) -> list[str]:
-    """Return a note where some of the runs were made with other numerics than today's."""
-    others = int((runs["numerics"].fillna(0) != NUMERICS).sum())
-    if not others:
+    """Return a note if some of the runs were made with numerics other than today's."""
+    num_others = int((runs["numerics"].fillna(0) != NUMERICS).sum())
+    if not num_others:
         return []
     return [
-        f"{plural(others, 'run')} of {len(runs)} were made with other numerics than today's ({NUMERICS}): equal seeds "
-        "gave other noise there, so these runs are neither paired with the others nor comparable run by run. The "
+        f"{plural(num_others, 'run')} of {len(runs)} were made with other numerics than today's ({NUMERICS}): equal "
+        "seeds gave other noise there, so these runs are neither paired with the others nor comparable run by run. The "
         "column numerics of the last table names them."
     ]
 
 
 def _versions() -> str:
-    found = {name: provenance.version(name) for name in PACKAGES}
-    versions = ", ".join(
-        f"{name} {version}"
-        for name, version in found.items()
-        if version != "not installed"
-    )
+    """Return a sentence with the date, the versions of packages and the commit."""
+    versions = []
+    for name in REPORTED_PACKAGES:
+        version = provenance.version(name)
+        if version != "not installed":
+            versions.append(f"{name} {version}")
     commit = provenance.commit()
-    where = (
-        f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}"
-        if commit["commit"]
-        else "none"
-    )
-    written = datetime.now(UTC).isoformat(timespec="minutes")
-    return f"Written {written} with {versions}; commit {where}."
+    where = "none"
+    if commit["commit"]:
+        changes = " with local changes" if commit["dirty"] else ""
+        where = f"{commit['commit'][:12]}{changes}"
+    timestamp = datetime.now(UTC).isoformat(timespec="minutes")
+    return f"Written {timestamp} with {', '.join(versions)}; commit {where}."
 
 
 def differences() -> Iterator[tuple[str, str]]:
@@ -430,22 +458,31 @@ def differences() -> Iterator[tuple[str, str]]:
     for path in sorted(ROOT.glob("cpt_*/**/*.py")):
         place = path.relative_to(ROOT).as_posix()
         source = path.read_text(encoding="utf-8")
-        nodes = ast.walk(ast.parse(source)) if "Differs: " in source else ()
-        for node in nodes:
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                name = "" if isinstance(node, ast.Module) else f" {node.name}"
-                for entry in _entries(ast.get_docstring(node) or ""):
-                    yield f"{place}{name}", entry
+        if "Differs: " in source:
+            yield from _docstring_differences(place, ast.parse(source))
         for comment in re.findall(r"((?:^ *# .*\n)+)", source, flags=re.M):
-            for entry in _entries(re.sub(r"^ *# ?", "", comment, flags=re.M)):
+            text = re.sub(r"^ *# ?", "", comment, flags=re.M)
+            for entry in _entries(text):
                 yield place, entry
 
 
+def _docstring_differences(place: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield (place in the code, text) of every ``Differs:`` line in the docstrings of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            name = "" if isinstance(node, ast.Module) else f" {node.name}"
+            for entry in _entries(ast.get_docstring(node) or ""):
+                yield f"{place}{name}", entry
+
+
 def _entries(text: str) -> list[str]:
-    """Return the differences in a text: each ends at a ``Paper:`` line, a blank line or a line of less indent."""
-    found = re.findall(
+    """Return the ``Differs:`` entries of a text.
+
+    An entry ends at a ``Paper:`` line, a blank line or a line of less indent.
+    """
+    texts = re.findall(
         r"(?:^|\s)Differs: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)",
         text,
         re.S,
     )
-    return [" ".join(entry.split()) for entry in found]
+    return [" ".join(entry.split()) for entry in texts]

@@ -1,10 +1,10 @@
-"""The paper's sections beside what was measured: settings, figures, claims and printed numbers.  Needs no torch.
+"""Sections of the paper compared with stored runs: settings, figures, claims and printed numbers.  No torch.
 
-``SECTIONS`` lists the sections that rest on training runs, each with its notebook. For each of them
+``SECTIONS`` lists the sections that need training runs, each with its notebook. For each of them
 
-- ``settings_table`` puts the paper's settings beside those of a list of runs and marks every difference,
-- ``claims_table`` says of every claim what was measured, on which data, at which level of quality, and the verdict,
-- ``printed_table`` puts every number that the paper prints beside the nearest value that was measured.
+- ``settings_table`` compares the paper's settings with those of runs and marks every difference,
+- ``claims_table`` has the measured effect of every claim, its data, its level of quality, and the verdict,
+- ``printed_table`` has every number that the paper prints and the nearest measured value.
 
 Notebooks 03 to 08, the pages under ``docs/reproducing``, ``make reproduce`` and ``cpt report`` show these tables.
 """
@@ -13,13 +13,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import NamedTuple
 
 import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.validation import check_choice
 from cpt_lab.analysis import claims, paper_comparison, paper_numbers
-from cpt_lab.analysis.effects import LEAST_SEEDS, Effect
+from cpt_lab.analysis.effects import MIN_SEEDS, Effect
 from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import plural
@@ -28,12 +29,12 @@ from cpt_lab.experiments.schema import SCALES, Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.experiments.stand_ins import STAND_IN_TITLES
 
-DIFFERENT = "≠"
+DIFFERENCE_MARK = "≠"
 
 
 @dataclass(frozen=True)
 class PaperSection:
-    """A section of the paper that rests on training runs.
+    """A section of the paper that needs training runs.
 
     Attributes:
         number: its notebook, such as "03".
@@ -52,7 +53,7 @@ class PaperSection:
     settings: tuple[tuple[str, str], ...] = ()
 
 
-# A claim belongs to the first section whose pattern it has.
+# A claim belongs to the first section whose pattern matches it.
 SECTIONS: dict[str, PaperSection] = {
     "critical-periods": PaperSection(
         "07",
@@ -109,7 +110,7 @@ SECTIONS: dict[str, PaperSection] = {
 
 
 def section_of_claim(claim: claims.Claim) -> str:
-    """Return the key of the section that a claim belongs to."""
+    """Return the key of the section of a claim."""
     words = f"{claim.id} {claim.tasks}"
     return next(
         key for key, section in SECTIONS.items() if re.search(section.claims, words)
@@ -142,7 +143,7 @@ _LABELS = {
     "length": "sequence length",
     "size": "image size (pixels)",
 }
-# Fields that say how a run is computed or watched, not what is trained, or that stand in another line already.
+# Fields about the computation or monitoring of a run, and fields that are part of another line.
 _NOT_SHOWN = {
     "task",
     "seeds",
@@ -163,18 +164,18 @@ _OPTIMIZERS = {
 
 
 def settings_table(
-    topic: str, specs: Sequence[RunSpec], drawn: Sequence[RunSpec] = ()
+    topic: str, specs: Sequence[RunSpec], figure_specs: Sequence[RunSpec] = ()
 ) -> pd.DataFrame:
-    """Return the paper's settings beside those of runs, a line per setting; differences are marked with "≠".
+    """Return the settings of the paper and of runs, a line per setting; differences are marked with "≠".
 
     The values come from the recipes. The paper's are those of its text, corrected where a ``Differs:`` line of the
-    recipe says so; for critical periods they are those of the authors' code. After the main settings follow all other
+    recipe says so; for critical periods they are those of the authors' code. After the main settings follow all
     fields of the recipes that differ.
 
     Args:
         topic: a key of ``SECTIONS``.
-        specs: the runs of this notebook, of one task; none leaves their column out.
-        drawn: the runs that the figure below shows, of the same task; none leaves their column out.
+        specs: the runs of this notebook, of one task; without any they have no column.
+        figure_specs: the runs of the figure below, of the same task; without any they have no column.
 
     Returns:
         Columns: setting, one per data set of the paper that has this task, "figure below", "this run". A mark says that
@@ -184,133 +185,150 @@ def settings_table(
         ValueError: for an unknown topic, without any runs, and for a task that the section does not have.
     """
     section = SECTIONS[check_choice("topic", topic, SECTIONS)]
-    shown = [*drawn, *specs]
-    if not shown:
+    all_specs = [*figure_specs, *specs]
+    if not all_specs:
         raise ValueError("specs: expected at least one run here or in drawn, got none")
-    task, model = shown[0].recipe.task, shown[0].recipe.model
-    theirs, reference = {}, None
+    task, model = all_specs[0].recipe.task, all_specs[0].recipe.model
+    paper_columns, reference = {}, None
     for dataset, name in section.settings:
-        found, arms = _paper_recipe(topic, dataset, name)
-        if found.task != task:
+        paper_recipe, arms = _paper_recipe(topic, dataset, name)
+        if paper_recipe.task != task:
             continue
-        values = _settings([found], None) | arms
-        theirs[f"paper: {DATASETS[dataset].title}"] = values
-        if reference is None or found.model == model:
+        values = _settings([paper_recipe], None) | arms
+        paper_columns[f"paper: {DATASETS[dataset].title}"] = values
+        if reference is None or paper_recipe.model == model:
             reference = values
     if reference is None:
         raise ValueError(
             f"topic: {topic!r} of the paper has no experiment of task {task!r}"
         )
 
-    ours = (
-        {"figure below": _settings([spec.recipe for spec in drawn], drawn)}
-        if drawn
-        else {}
-    )
+    run_columns = {}
+    if figure_specs:
+        recipes = [spec.recipe for spec in figure_specs]
+        run_columns["figure below"] = _settings(recipes, figure_specs)
     if specs:
-        ours["this run"] = _settings([spec.recipe for spec in specs], specs)
-    further = [name for name in reference if name not in _SHOWN_FIRST]
-    names = [
-        *_SHOWN_FIRST,
-        *(
-            n
-            for n in further
-            if any(values[n] != reference[n] for values in ours.values())
-        ),
-    ]
+        recipes = [spec.recipe for spec in specs]
+        run_columns["this run"] = _settings(recipes, specs)
+
     lines = []
-    for name in names:
-        of_paper = [values[name] for values in theirs.values()]
-        measured = [_marked(values[name], reference[name]) for values in ours.values()]
+    for name in _setting_names(reference, run_columns.values()):
+        paper_values = [values[name] for values in paper_columns.values()]
+        measured = [
+            _mark_difference(values[name], reference[name])
+            for values in run_columns.values()
+        ]
         label = _SHOWN_FIRST.get(name) or _LABELS.get(name) or name.replace("_", " ")
-        lines.append((label, *of_paper, *measured))
-    return pd.DataFrame(lines, columns=["setting", *theirs, *ours])
+        lines.append((label, *paper_values, *measured))
+    return pd.DataFrame(lines, columns=["setting", *paper_columns, *run_columns])
+
+
+def _setting_names(
+    reference: dict[str, str], columns: Iterable[dict[str, str]]
+) -> list[str]:
+    """Return the settings to show: the main ones, then all others in which a column differs from the reference."""
+    columns = list(columns)
+    names = list(_SHOWN_FIRST)
+    for name, printed in reference.items():
+        is_different = any(column[name] != printed for column in columns)
+        if name not in _SHOWN_FIRST and is_different:
+            names.append(name)
+    return names
 
 
 def _paper_recipe(
     topic: str, dataset: str, model: str
 ) -> tuple[Recipe, dict[str, str]]:
-    """Return the paper's recipe of a section, and what its runs are where they are no schedules."""
+    """Return the paper's recipe of a section, and the settings of its runs if they are deficits, not schedules."""
     if topic != "critical-periods":
         return recipe("paper", dataset, model), {}
-    found, settings = deficits("paper", dataset, model)
-    lengths = f"deficits of {', '.join(f'{n:,}' for n in settings.lengths if n)} steps"
-    windows = f", {plural(len(settings.starts), 'window')}" if settings.starts else ""
-    return found, {"q_max": "8", "arms": f"no deficit, {lengths}{windows}"}
+    deficit_recipe, settings = deficits("paper", dataset, model)
+    steps = [f"{length:,}" for length in settings.lengths if length]
+    arms = f"no deficit, deficits of {', '.join(steps)} steps"
+    if settings.starts:
+        arms += f", {plural(len(settings.starts), 'window')}"
+    return deficit_recipe, {"q_max": "8", "arms": arms}
 
 
-def _marked(value: str, printed: str) -> str:
-    return value if value == printed else f"{value} {DIFFERENT}"
+def _mark_difference(value: str, printed: str) -> str:
+    return value if value == printed else f"{value} {DIFFERENCE_MARK}"
 
 
 def _settings(
     recipes: Iterable[Recipe], specs: Sequence[RunSpec] | None
 ) -> dict[str, str]:
-    """Return all settings of recipes in words; several values are listed. Without specs they are the paper's runs."""
+    """Return all settings of recipes in words, several values as a list; without specs those of the paper's runs."""
     recipes = list(dict.fromkeys(recipes))
-    words: dict[str, str] = {}
-    for name in _SHOWN_FIRST:
-        words[name] = ""
+    words: dict[str, str] = dict.fromkeys(_SHOWN_FIRST, "")
     for field in fields(recipes[0]):
         if field.name not in _NOT_SHOWN:
-            words[field.name] = _listed(
-                _text(getattr(r, field.name), field.name) for r in recipes
-            )
-    words["dataset"] = _listed(_dataset(r.dataset) for r in recipes)
-    words["optimizer"] = _listed(_optimizer(r) for r in recipes)
-    words["lr"] = _listed(_rates(r) for r in recipes)
-    words["lr_decay"] = _listed(_decay(r) for r in recipes)
-    words["batch"] = _listed(
-        "full graph" if r.batch == 0 else f"{r.batch:,}" for r in recipes
-    )
+            values = [_text(getattr(r, field.name), field.name) for r in recipes]
+            words[field.name] = _join_values(values)
+    batches = ["full graph" if r.batch == 0 else f"{r.batch:,}" for r in recipes]
+    words["dataset"] = _join_values(_dataset(r.dataset) for r in recipes)
+    words["optimizer"] = _join_values(_optimizer(r) for r in recipes)
+    words["lr"] = _join_values(_rates(r) for r in recipes)
+    words["lr_decay"] = _join_values(_decay(r) for r in recipes)
+    words["batch"] = _join_values(batches)
     if specs is None:
-        words |= {
+        return words | {
             "q_max": "6, 8",
             "q_grad": "q_max",
             "seeds": "3",
             "arms": "10 schedules, static q_max",
         }
-        return words
+    return words | _run_settings(specs)
+
+
+def _run_settings(specs: Sequence[RunSpec]) -> dict[str, str]:
+    """Return the settings of runs that their recipes do not have: bits, seeds and arms."""
     schedules = dict.fromkeys(spec.arm for spec in specs if spec.arm in SUITE)
-    others = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
+    other_arms = dict.fromkeys(spec.arm for spec in specs if spec.arm not in SUITE)
     static = [
-        arm.removeprefix("static ") for arm in others if arm.startswith("static ")
+        arm.removeprefix("static ") for arm in other_arms if arm.startswith("static ")
     ]
-    if static and all(
+    is_static_q_max = all(
         spec.arm in SUITE or spec.arm == f"static {spec.q_max}" for spec in specs
-    ):
+    )
+    if static and is_static_q_max:
         static = ["q_max"]
-    same = all(spec.q_grad == spec.q_max for spec in specs)
-    words["q_max"] = _listed(str(q) for q in sorted({spec.q_max for spec in specs}))
-    words["q_grad"] = "q_max" if same else _listed(str(spec.q_grad) for spec in specs)
-    words["seeds"] = _seeds(specs)
-    deficits = [arm for arm in others if not arm.startswith("static ")]
-    words["arms"] = _arms(list(schedules), static, len(deficits))
-    return words
+    num_deficit_arms = sum(not arm.startswith("static ") for arm in other_arms)
+
+    q_max = sorted({spec.q_max for spec in specs})
+    q_grad = "q_max"
+    if any(spec.q_grad != spec.q_max for spec in specs):
+        q_grad = _join_values(str(spec.q_grad) for spec in specs)
+    return {
+        "q_max": _join_values(map(str, q_max)),
+        "q_grad": q_grad,
+        "seeds": _seeds(specs),
+        "arms": _arms(list(schedules), static, num_deficit_arms),
+    }
 
 
 def _seeds(specs: Sequence[RunSpec]) -> str:
-    """Return how many seeds the arms have, such as "4" or "5 to 8"."""
-    seeds: dict[tuple[str, int], set[int]] = {}
+    """Return the number of seeds of the arms, such as "4" or "5 to 8"."""
+    seeds_by_arm: dict[tuple[str, int], set[int]] = {}
     for spec in specs:
-        seeds.setdefault((spec.arm, spec.q_max), set()).add(spec.seed)
-    counts = sorted(map(len, seeds.values()))
-    return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+        seeds_by_arm.setdefault((spec.arm, spec.q_max), set()).add(spec.seed)
+    counts = [len(seeds) for seeds in seeds_by_arm.values()]
+    fewest, most = min(counts), max(counts)
+    return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
-def _arms(schedules: list[str], static: list[str], others: int) -> str:
-    named = (
+def _arms(schedules: list[str], static: list[str], num_deficit_arms: int) -> str:
+    schedule_text = (
         ", ".join(schedules)
         if len(schedules) < len(SUITE)
         else f"{len(SUITE)} schedules"
     )
-    parts = [named] if schedules else []
+    parts = [schedule_text] if schedules else []
     if static:
         parts.append(
             f"static {', '.join(sorted(static, key=lambda bits: (len(bits), bits)))}"
         )
-    if others:
-        parts.append(plural(others, "arm") + " with and without a deficit")
+    if num_deficit_arms:
+        parts.append(plural(num_deficit_arms, "arm") + " with and without a deficit")
     return ", ".join(parts)
 
 
@@ -366,7 +384,7 @@ def _text(value: object, name: str) -> str:
     return str(value)
 
 
-def _listed(values: Iterable[str]) -> str:
+def _join_values(values: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
@@ -376,16 +394,16 @@ CLAIM_COLUMNS = ["the paper says", "measured", "data and scale", "level", "verdi
 
 
 def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return the claims of a section beside what was measured, a line per claim.
+    """Return the claims of a section with their measured effects, a line per claim.
 
     Args:
         topic: a key of ``SECTIONS``.
-        runs: None takes all committed rows.
+        runs: None uses all committed rows.
 
     Returns:
         Columns: "the paper says" with its place; "measured", the effect in the direction of the claim with its 95 %
-        interval and n, of the experiment that shows most; "data and scale"; "level", the quality that static q_max (or
-        training without a deficit) reaches there; "verdict" by the rules of ``claims``, over all experiments.
+        interval and n, from the most informative experiment; "data and scale"; "level", the quality of static q_max (or
+        of training without a deficit) there; "verdict" by the rules of ``claims``, over all experiments.
     """
     check_choice("topic", topic, SECTIONS)
     return _claims_table(
@@ -413,32 +431,45 @@ def _committed_entries() -> list[claims.Entry]:
     return claims.judge_claims(all_committed())
 
 
-def _measured(entry: claims.Entry) -> tuple[str, str, str, str]:
-    """Return effect, data and scale, level and verdict of a claim, by the experiment that shows most."""
+class _Measured(NamedTuple):
+    """Cells of ``claims_table`` after the claim."""
+
+    effect: str
+    data_and_scale: str
+    level: str
+    verdict: str
+
+
+def _measured(entry: claims.Entry) -> _Measured:
+    """Return effect, data and scale, level and verdict of a claim, from its most informative experiment."""
     if not entry.effects:
-        return "–", _needs(entry.claim), "–", "not run"
+        return _Measured("–", _needs(entry.claim), "–", "not run")
     effects = [effect for effect, _ in entry.effects]
     if effects[0].scale == "exact":
-        return effects[0].what, "computed", "–", _plain(entry.verdict(paper_scale=True))
-    effect = max(effects, key=_effect_shows)
-    rest = len(effects) - 1
-    measured = "; ".join(part.number() for part in (effect, *effect.others))
-    more = f" (and {plural(rest, 'other experiment')})" if rest else ""
-    where = f"{effect.experiment}, {effect.scale} scale{more}"
+        verdict = _plain(entry.verdict(paper_scale=True))
+        return _Measured(effects[0].comparison, "computed", "–", verdict)
+
+    effect = max(effects, key=_effect_relevance)
+    numbers = [part.number() for part in (effect, *effect.other_controls)]
+    data_and_scale = f"{effect.experiment}, {effect.scale} scale"
+    num_others = len(effects) - 1
+    if num_others:
+        data_and_scale += f" (and {plural(num_others, 'other experiment')})"
     at_paper, smaller = entry.verdicts()
     words = smaller if at_paper.startswith("open") else at_paper
-    return measured, where, effect.level or "–", _plain(words.partition(": ")[0])
+    verdict = _plain(words.partition(": ")[0])
+    return _Measured("; ".join(numbers), data_and_scale, effect.level or "–", verdict)
 
 
 def _needs(claim: claims.Claim) -> str:
     return claims.needs(claim).removeprefix("Not run: ").removesuffix(".")
 
 
-def _effect_shows(effect: Effect) -> tuple[bool, int, bool, int]:
-    """Return how much an effect shows, as a key: enough seeds for an interval, scale, real data, number of seeds."""
+def _effect_relevance(effect: Effect) -> tuple[bool, int, bool, int]:
+    """Return the sort key of an effect by its information: enough seeds for an interval, scale, real data, seeds."""
     is_embedded = effect.dataset in DATASETS and bool(DATASETS[effect.dataset].embedded)
     return (
-        effect.n >= LEAST_SEEDS,
+        effect.n >= MIN_SEEDS,
         SCALES.index(effect.scale),
         not is_embedded,
         effect.n,
@@ -446,7 +477,7 @@ def _effect_shows(effect: Effect) -> tuple[bool, int, bool, int]:
 
 
 def _plain(words: str) -> str:
-    """Return a verdict without the house word "open"."""
+    """Return a verdict with "inconclusive" instead of "open"."""
     return re.sub(r"\bopen\b", "inconclusive", words)
 
 
@@ -454,20 +485,20 @@ def _plain(words: str) -> str:
 
 
 def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return the numbers that the paper prints beside the nearest values that were measured.
+    """Return the numbers that the paper prints, each with the nearest measured value.
 
     Args:
-        topic: a key of ``SECTIONS``; "" takes all numbers.
-        runs: None takes all committed rows.
+        topic: a key of ``SECTIONS``; "" for all numbers.
+        runs: None uses all committed rows.
     """
-    found = all_committed() if runs is None else runs
-    numbers = paper_comparison.summary(found)
+    all_runs = all_committed() if runs is None else runs
+    numbers = paper_comparison.summary(all_runs)
     if not topic:
         return numbers
     section = SECTIONS[check_choice("topic", topic, SECTIONS)]
     datasets = {dataset for dataset, _ in section.settings}
-    mine = [
+    is_in_section = [
         p.artefact in section.artefacts and p.dataset in datasets
         for p in paper_numbers.numbers().itertuples()
     ]
-    return numbers[mine]
+    return numbers[is_in_section]

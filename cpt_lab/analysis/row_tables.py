@@ -4,7 +4,7 @@ import pandas as pd
 
 from cpt_lab.analysis.metrics import metric_named, metric_of
 
-# Columns that tell the arms of a grid apart; those in which all rows agree are not shown.
+# Columns that distinguish the arms of a grid; a column in which all rows agree is not shown.
 _SETTINGS = (
     "aggregation",
     "q_max",
@@ -22,7 +22,7 @@ def by_arm(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return a table per data set, network and scale: arm, seeds stored, relative cost, mean and spread of the metric.
 
     Args:
-        runs: the typed table of ``runs.table``; none gives no table.
+        runs: the typed table of ``run_table.table``.
     """
     tables = {}
     for (dataset, model, scale), part in runs.groupby(
@@ -37,17 +37,18 @@ def by_arm(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
         lines = []
         for setting, arm in part.groupby(["arm", *settings], sort=False, dropna=False):
             values = metric.factor * arm[metric.name].dropna()
+            mean, std = "–", "–"
+            if len(values):
+                mean = f"{values.mean():.{metric.digits}f}"
+            if len(values) > 1:
+                std = f"{values.std():.{metric.digits}f}"
             lines.append(
                 {
                     **dict(zip(["arm", *settings], setting, strict=True)),
                     "seeds": arm["seed"].nunique(),
                     "relative cost": f"{arm['relative_cost'].mean():.3f}",
-                    metric.name: f"{values.mean():.{metric.digits}f}"
-                    if len(values)
-                    else "–",
-                    "std": f"{values.std():.{metric.digits}f}"
-                    if len(values) > 1
-                    else "–",
+                    metric.name: mean,
+                    "std": std,
                 }
             )
         unit = f", {metric.name} in {metric.unit}" if metric.unit else ""

@@ -1,4 +1,4 @@
-"""Figures of schedules: their bits, their cost and noise.  Paper: figure 2."""
+"""Figures of schedules: their bits, cost and noise.  Paper: figure 2."""
 
 from collections.abc import Mapping
 
@@ -27,35 +27,38 @@ def figure_2(
 
     Paper: figure 2.
     """
-    made = {
-        name: make_schedule(
+    schedules_by_title = {}
+    savings = set()
+    for name in SUITE:
+        schedule = make_schedule(
             name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles
         )
-        for name in SUITE
-    }
-    titles = {
-        f"{n}   {s.savings} savings, cost {s.relative_cost():.2f}": s
-        for n, s in made.items()
-    }
-    levels = len({s.savings for s in made.values()})
-    what = f"{len(made)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, {levels} levels of cost"
-    return schedules(titles, what)
+        cost_text = f"{schedule.savings} savings, cost {schedule.relative_cost():.2f}"
+        schedules_by_title[f"{name}   {cost_text}"] = schedule
+        savings.add(schedule.savings)
+    title = (
+        f"{len(SUITE)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, "
+        f"{len(savings)} levels of cost"
+    )
+    return schedules(schedules_by_title, title)
 
 
-def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
+def schedules(schedules_by_name: Mapping[str, Schedule], title: str = "") -> Figure:
     """Draw schedules by name: precision before and after rounding at every step."""
     columns = 2
-    rows = -(-len(found) // columns)
+    rows = -(-len(schedules_by_name) // columns)
     with subplots(
         rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True
     ) as (
         figure,
         axes,
     ):
-        for ax, (name, schedule) in zip(axes.flat, found.items(), strict=False):
+        for ax, (name, schedule) in zip(
+            axes.flat, schedules_by_name.items(), strict=False
+        ):
             draw_schedule(ax, schedule)
             ax.set_title(name, fontsize=9)
-        for ax in axes.flat[len(found) :]:
+        for ax in axes.flat[len(schedules_by_name) :]:
             ax.set_visible(False)
         for ax in axes[-1]:
             ax.set_xlabel("training step")
@@ -66,7 +69,7 @@ def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
 
 
 def draw_schedule(ax: Axes, schedule: Schedule) -> None:
-    """Draw one schedule on given axes: a thin line before rounding, a thick one after."""
+    """Draw one schedule on axes: a thin line before rounding, a thick one after."""
     steps = np.arange(schedule.total_steps)
     color = COLORS.get(schedule.savings or "", COLORS["static"])
     ax.plot(steps, schedule.values(), color=color, alpha=0.4, linewidth=1)
@@ -95,7 +98,7 @@ def profiles_figure() -> Figure:
         "mirrored horizontally, REX falls at once and the exponential at the very end, vertically the other way round."
     )
     with subplots(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
-        for ax, (way, said) in zip(axes[0], turned.items(), strict=True):
+        for ax, (way, formula) in zip(axes[0], turned.items(), strict=True):
             for (name, group), line in zip(
                 groups.items(), (":", "-", "--", "-."), strict=True
             ):
@@ -107,7 +110,7 @@ def profiles_figure() -> Figure:
                     color=COLORS[group],
                     label="REX" if name == "rex" else name,
                 )
-            ax.set_title(said, fontsize=10)
+            ax.set_title(formula, fontsize=10)
             ax.set_xlabel("x, place in the cycle")
         axes[0][0].set_ylabel("part of the way\nfrom q_min to q_max")
         legend_below(figure, axes[0][0])
@@ -119,7 +122,7 @@ def profiles_figure() -> Figure:
 
 
 def price_figure(schedule: Schedule) -> Figure:
-    """Draw the bits of a schedule, and below what each step costs, as a share of a step at ``q_max`` bits."""
+    """Draw the bits of a schedule, and below them the cost of each step, as a share of a step at ``q_max`` bits."""
     bits, steps = schedule.bits(), np.arange(schedule.total_steps)
     prices = cost.step_cost(bits, schedule.q_max) / cost.step_cost(
         schedule.q_max, schedule.q_max
@@ -156,10 +159,10 @@ def price_figure(schedule: Schedule) -> Figure:
 
 
 def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> Figure:
-    """Draw why no schedule beats static precision where all work is alike: noise is a convex function of cost.
+    """Draw noise over cost, a convex function: no schedule beats static precision if all work is equal.
 
-    The line joins the static precisions; whatever changes its bits lies at the mean of the points that it visits, which
-    is on the line or above it.
+    The line joins the static precisions; a schedule lies at the mean of the points that it visits, which is on the line
+    or above it.
     """
     bits = np.arange(q_min, q_max + 1)
     static = [

@@ -1,22 +1,23 @@
-"""Differences by seed, intervals and rank correlations."""
+"""Differences paired by seed, confidence intervals and rank correlations."""
 
+import math
 from collections.abc import Iterable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-ALPHA = 0.05  # of all intervals that are shown: they hold 95 %
+ALPHA = 0.05  # all intervals on pages hold 95 %
+MAX_CACHED_TABLES = 1000  # small tables, a few hundred for all stored runs
 
 
 def paired(a: pd.DataFrame, b: pd.DataFrame, value: str) -> pd.Series:
     """Return a column of runs ``a`` minus that of runs ``b`` by seed.
 
-    Where several arms stand on a side, their mean counts, on the seeds that all of them have. A run that diverged has
-    the worst value of its task (``runs.table``); a seed at which every run of both sides diverged compares nothing and
-    is left out.
+    A side with several arms has their mean, on the seeds that all of them have. A run that diverged has the worst value
+    of its task (``run_table.table``); a seed at which every run of both sides diverged is left out.
     """
     x, y = by_seed(a, value), by_seed(b, value)
     return (x[value] - y[value])[x["diverged"] + y["diverged"] < 2].rename("difference")
@@ -35,43 +36,51 @@ def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
     ).dropna()
 
 
-def _once(by: Any) -> Any:
-    """Ask once of the same contents: claims compare a few controls with everything."""
-    made: dict[Any, pd.DataFrame] = {}
+def _cache_by_content(function: Any) -> Any:
+    """Cache a function of (runs, column) by the contents of the runs, as claims compare few controls with all arms."""
+    cached: dict[Any, pd.DataFrame] = {}
 
-    @wraps(by)
-    def of(runs: pd.DataFrame, value: str) -> pd.DataFrame:
+    @wraps(function)
+    def cached_function(runs: pd.DataFrame, value: str) -> pd.DataFrame:
         read = runs[["seed", "arm", "diverged", value]]
-        asked = (value, *read.dtypes, *read.itertuples(index=False, name=None))
-        if len(made) > 1000:  # small tables, a few hundred for all that is stored
-            made.clear()
-        return (
-            made[asked] if asked in made else made.setdefault(asked, by(read, value))
-        ).copy()
+        contents = (value, *read.dtypes, *read.itertuples(index=False, name=None))
+        if len(cached) > MAX_CACHED_TABLES:
+            cached.clear()
+        if contents not in cached:
+            cached[contents] = function(read, value)
+        return cached[contents].copy()
 
-    return of
-
-
-by_seed = _once(
-    by_seed
-)  # not above it: the fingerprint of a rule is that of the whole text
+    return cached_function
 
 
-def interval(
-    values: Iterable[float], alpha: float = ALPHA
-) -> tuple[float, float, float]:
-    """Return mean, low and high of the 1 - alpha confidence interval (Student's t); one value has no bounds: NaN."""
+# Not a decorator: the fingerprint of a claim's rule covers the source of the function itself.
+by_seed = _cache_by_content(by_seed)
+
+
+class IntervalBounds(NamedTuple):
+    """A mean with the bounds of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(values: Iterable[float], alpha: float = ALPHA) -> IntervalBounds:
+    """Return mean, low and high of the 1 - alpha confidence interval (Student's t); one value has NaN bounds."""
     x = np.asarray(list(values), dtype=float)
     if len(x) < 2:
-        return float(x.mean()) if len(x) else float("nan"), float("nan"), float("nan")
-    # not stats.t.interval or ttest_1samp: they warn or return NaN where all values are alike
-    half = stats.t.ppf(1 - alpha / 2, len(x) - 1) * stats.sem(x)
-    return float(x.mean()), float(x.mean() - half), float(x.mean() + half)
+        mean = float(x.mean()) if len(x) else math.nan
+        return IntervalBounds(mean, math.nan, math.nan)
+    # stats.t.interval and ttest_1samp warn or return NaN if all values are equal.
+    quantile = stats.t.ppf(1 - alpha / 2, len(x) - 1)
+    half = quantile * stats.sem(x)
+    mean = float(x.mean())
+    return IntervalBounds(mean, float(x.mean() - half), float(x.mean() + half))
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return Spearman's rank correlation along the last axis, NaN where all are alike; ``y`` may have more axes."""
-    # by hand, as scipy's takes one pair of samples at a time, and a bootstrap has thousands
+    """Return Spearman's rank correlation along the last axis, NaN if all values are equal; ``y`` may have more axes."""
+    # scipy's function computes one pair of samples at a time, and a bootstrap has thousands.
     a, b = stats.rankdata(x, axis=-1), stats.rankdata(y, axis=-1)
     a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
     with np.errstate(invalid="ignore"):

@@ -14,7 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from cpt_extras.figures import integer_ticks as integer_ticks
 from cpt_extras.figures import subplots as subplots
 
-# colour-blind safe (Okabe and Ito)
+# colours of savings groups, safe for colour-blind readers (Okabe and Ito)
 COLORS = {
     "large": "#D55E00",
     "medium": "#009E73",
@@ -23,7 +23,7 @@ COLORS = {
     "own": "#CC79A7",
 }
 
-# the same hues, for words: at least 4.5 to 1 on white
+# the hues of ``COLORS`` for text: contrast of at least 4.5 to 1 on white
 TEXT = {
     "large": "#B34F00",
     "medium": "#007D5B",
@@ -31,8 +31,8 @@ TEXT = {
     "static": "#222222",
     "own": "#A84E82",
 }
-QUIET = "#666666"  # for words of less weight
-PRINTED = "#888888"  # for numbers that the paper prints
+MUTED_COLOR = "#666666"  # for words of less weight
+PAPER_COLOR = "#888888"  # for numbers that the paper prints
 
 # profiles of schedules, also from Okabe and Ito; "own" is any other profile
 PROFILE_COLORS = {
@@ -50,8 +50,8 @@ PROFILE_TEXT = {
     "own": "#8C510A",
 }
 
-SMALL = 8  # points: no word is smaller
-HEADING = 10  # points, of the title of a figure
+SMALL_FONT_SIZE = 8  # points: no word is smaller
+TITLE_FONT_SIZE = 10  # points, of the title of a figure
 LINE_SPACING = 1.35  # of captions, in sizes of their letters
 LETTER_WIDTH = (
     0.54  # of the size of the letters: the mean width of a letter in a sentence
@@ -59,11 +59,18 @@ LETTER_WIDTH = (
 
 
 def legend_below(figure: Any, ax: Any) -> None:
-    """Put the legend of one of several alike axes below all of them, in as many rows as the figure's width asks for."""
+    """Put the legend of one of several similar axes below all of them.
+
+    It has as many columns as the figure's width allows.
+    """
     handles, labels = ax.get_legend_handles_labels()
     for columns in range(len(labels), 0, -1):
         legend = figure.legend(
-            handles, labels, fontsize=SMALL, loc="outside lower center", ncols=columns
+            handles,
+            labels,
+            fontsize=SMALL_FONT_SIZE,
+            loc="outside lower center",
+            ncols=columns,
         )
         width = legend.get_window_extent(figure.canvas.get_renderer()).width
         if width <= figure.bbox.width or columns == 1:
@@ -72,24 +79,24 @@ def legend_below(figure: Any, ax: Any) -> None:
 
 
 def set_finding(figure: Any, finding: str) -> None:
-    """Make a finding the title of a figure, in lines that are no wider than the figure; they end at semicolons."""
-    letters = _letters(figure, HEADING)
+    """Set a finding as the title of a figure, wrapped to the figure's width, with line breaks at semicolons."""
+    letters = _letters(figure, TITLE_FONT_SIZE)
     lines: list[str] = []
     for line in finding.split("\n"):
         parts = [line] if len(line) <= letters else re.split(r"(?<=;) ", line)
         for part in parts:
             lines += textwrap.wrap(part, letters)
-    figure.suptitle("\n".join(lines), fontsize=HEADING, parse_math=False)
+    figure.suptitle("\n".join(lines), fontsize=TITLE_FONT_SIZE, parse_math=False)
 
 
 def write_caption(figure: Any, caption: str) -> None:
     """Write a caption below a figure and its legend, small and grey; the figure grows by the height of both.
 
-    To be called after ``legend_below`` and before ``name_points``.
+    Call it after ``legend_below`` and before ``name_points``.
     """
-    text = textwrap.fill(caption, _letters(figure, SMALL))
+    text = textwrap.fill(caption, _letters(figure, SMALL_FONT_SIZE))
     words = (
-        LINE_SPACING * SMALL * (text.count("\n") + 1) + 8
+        LINE_SPACING * SMALL_FONT_SIZE * (text.count("\n") + 1) + 8
     ) / 72  # inches, as all that follows
     renderer = figure.canvas.get_renderer()
     legends = sum(
@@ -108,8 +115,8 @@ def write_caption(figure: Any, caption: str) -> None:
             (0, words / total, 1, 1 - words / total), transform=figure.transFigure
         )
     look = {
-        "fontsize": SMALL,
-        "color": QUIET,
+        "fontsize": SMALL_FONT_SIZE,
+        "color": MUTED_COLOR,
         "ha": "center",
         "va": "bottom",
         "linespacing": LINE_SPACING,
@@ -118,19 +125,17 @@ def write_caption(figure: Any, caption: str) -> None:
 
 
 def _letters(figure: Any, size: float) -> int:
-    """Return how many letters of a size, in points, fit beside each other into a figure."""
+    """Return how many letters of a font size, in points, fit into a line of the figure."""
     return int(72 * figure.get_figwidth() / (LETTER_WIDTH * size))
 
 
 def interval_bar(ax: Any, y: float, ends: Iterable[float], **look: Any) -> None:
     """Draw mean, low and high of an interval at a height; the mean of a bootstrap may lie outside of it."""
     mean, low, high = ends
-    ax.errorbar(
-        mean,
-        y,
-        xerr=[[max(mean - low, 0)], [max(high - mean, 0)]],
-        **{"fmt": "o", **look},
-    )
+    below = max(mean - low, 0)
+    above = max(high - mean, 0)
+    look = {"fmt": "o", **look}
+    ax.errorbar(mean, y, xerr=[[below], [above]], **look)
 
 
 def name_points(
@@ -140,9 +145,9 @@ def name_points(
     y: Sequence[float],
     colors: Sequence[str],
 ) -> None:
-    """Write names near their points, joined to them by thin lines, where they lie over nothing else.
+    """Write names near their points, joined to them by thin lines, without overlaps.
 
-    To be called when all else is drawn, titles and legends too. Names that find no place are listed above the axes.
+    Call it when everything else is drawn, titles and legends too. Names without room are listed above the axes.
     """
     if not len(names):
         return
@@ -150,9 +155,9 @@ def name_points(
         ax.figure.draw_without_rendering()
         ax.figure.set_layout_engine("none")  # nothing moves from here on
     ax.autoscale(False)
-    points, sizes, lines = _drawn(ax)
+    points, sizes, lines = _drawn_shapes(ax)
     with redirect_stdout(None):  # it prints when it finds no place at all
-        _, _, written, _ = textalloc.allocate(
+        _, _, placed_texts, _ = textalloc.allocate(
             ax,
             list(x),
             list(y),
@@ -162,7 +167,7 @@ def name_points(
             scatter_sizes=sizes,
             x_lines=[line[:, 0] for line in lines],
             y_lines=[line[:, 1] for line in lines],
-            textsize=SMALL,
+            textsize=SMALL_FONT_SIZE,
             textcolor=list(colors),
             linecolor=[TEXT["static"]] * len(names),
             linewidth=0.5,
@@ -175,24 +180,32 @@ def name_points(
             parse_math=False,
             plot_kwargs={"in_layout": False, "zorder": 10},
         )
-    missing = [name for name, text in zip(names, written, strict=True) if text is None]
+    missing = [
+        name for name, text in zip(names, placed_texts, strict=True) if text is None
+    ]
     if missing:
-        said = textwrap.fill(f"no room to name: {', '.join(missing)}", 60)
+        missing_text = textwrap.fill(f"no room to name: {', '.join(missing)}", 60)
         heading = ax.get_title(loc="left")
         ax.set_title(
-            f"{heading}\n{said}".strip(), fontsize=SMALL, loc="left", parse_math=False
+            f"{heading}\n{missing_text}".strip(),
+            fontsize=SMALL_FONT_SIZE,
+            loc="left",
+            parse_math=False,
         )
 
 
-def _drawn(ax: Any) -> tuple[np.ndarray, Any, list[np.ndarray]]:
-    """Return what is drawn in axes: points (N, 2), half their sizes in pixels (N,), and lines (M, 2) with their bars.
+def _drawn_shapes(ax: Any) -> tuple[np.ndarray, Any, list[np.ndarray]]:
+    """Return the shapes drawn in axes.
 
-    Words and legends count as lines around them.
+    Returns:
+        Points (N, 2); half their sizes in pixels (N,); lines, error bars and the outlines of texts and legends, each
+        (M, 2).
     """
-    bars = [c for c in ax.collections if isinstance(c, LineCollection)]
-    lines = [
-        bar for found in bars for bar in found.get_segments() if len(bar)
-    ]  # a bar of one seed is none
+    lines = []
+    for collection in ax.collections:
+        if isinstance(collection, LineCollection):
+            # The error bar of a single seed has no points.
+            lines += [bar for bar in collection.get_segments() if len(bar)]
     points, sizes = [np.zeros((0, 2))], []
     for line in ax.lines:
         if line.get_transform() != ax.transData:  # such as axhline
@@ -205,14 +218,14 @@ def _drawn(ax: Any) -> tuple[np.ndarray, Any, list[np.ndarray]]:
             lines.append(xy)
     legend = ax.get_legend()
     for words in [*ax.texts, *([legend] if legend else [])]:
-        (left, low), (right, high) = words.get_window_extent().get_points()
+        (x_min, y_min), (x_max, y_max) = words.get_window_extent().get_points()
         ends = [
-            (left, low),
-            (right, low),
-            (right, high),
-            (left, high),
-            (left, low),
-            (right, high),
+            (x_min, y_min),
+            (x_max, y_min),
+            (x_max, y_max),
+            (x_min, y_max),
+            (x_min, y_min),
+            (x_max, y_max),
         ]
         lines.append(ax.transData.inverted().transform(ends))
     return np.concatenate(points), np.array(sizes), lines

@@ -1,5 +1,5 @@
-"""Questions of our own, asked before their runs (``docs/preregistration.md``): a folder each, imported by nobody.
+"""Preregistered questions of this project (``docs/preregistration.md``), one package each.
 
-A study is opened by its name in ``experiments.grids.STUDIES``. ``arms`` has ``GRIDS``, its runs. ``outcome`` has
-``answers(runs)`` for lists and docs/reproducing, ``sections(runs)`` for the report.
+``experiments.grids.STUDIES`` lists the packages by name. In each, ``arms`` defines the runs (``GRIDS``) and ``outcome``
+the answers: ``answers(runs)`` for lists and docs/reproducing, ``sections(runs)`` for the report.
 """

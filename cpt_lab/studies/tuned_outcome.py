@@ -1,7 +1,7 @@
-"""Complete tasks of a study whose arms have settings of their own, see ``tuned``, and the answers to its questions.
+"""Complete tasks of a study with tuned arms (``tuned``), and the answers to its questions.  No torch.
 
-A task is complete when all its runs are there; the questions are answered when all tasks are. A run that diverged or
-failed counts as chance.  No torch.
+A task is complete when all its runs are stored; the questions are answered when all tasks are complete. A run that
+diverged or failed counts as chance.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis import levels
 from cpt_lab.analysis.estimates import (
     CURRENT_BITS,
+    EIGHT_BITS,
     EVALUATION_RULES,
-    TOP,
     Estimate,
-    by_run,
     find_rows,
+    run_frame,
     seeds_by_arms,
 )
 from cpt_lab.analysis.metrics import plural
@@ -31,83 +31,84 @@ from cpt_lab.analysis.preregistered import (
 )
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.experiments.spec import NotMeasuredError
-from cpt_lab.studies.case import OUTPUTS
-from cpt_lab.studies.tuned import Tuned, held_out, settings
+from cpt_lab.studies.case import NUM_OUTPUTS
+from cpt_lab.studies.tuned import TunedStudy, held_out, settings
 
-FULL_BITS = "8/8"  # the arm that costs most
-# how both arms are evaluated -> the rule of ``Task.gain``
+FULL_BITS_ARM = "8/8"  # the arm that costs most
+# evaluation of both arms -> the rule of ``Task.gain``
 EVALUATIONS = {
     "each as chosen on held-out data": "",
-    "both at 8 bits": TOP,
+    "both at 8 bits": EIGHT_BITS,
     "both at their own bits": CURRENT_BITS,
 }
-Question = tuple[
-    str, Callable[..., Answer]
-]  # what is asked; its answer, from tasks and the name of one of ``RULES``
+# the question in words; the function from tasks and a rule of ``EVALUATION_RULES`` to its answer
+Question = tuple[str, Callable[..., Answer]]
 
 
 class Task:
-    """A complete task: quality of every arm, one value a seed; from the rows of ``study.runs(case)``, in that order."""
+    """A complete task of a study, from the rows of ``study.runs(case)``, in that order.
 
-    def __init__(self, study: Tuned, case: str, rows: pd.DataFrame) -> None:
-        c, runs = (
-            study.case(case),
-            by_run(study.runs(case), rows, OUTPUTS[study.case(case).dataset]),
-        )
-        self.name, self.margin, self.settings = (
-            c.title or case,
-            c.margin,
-            settings(study, case),
-        )
-        self.unit, self.lost = runs["unit"].iloc[0], int(runs["lost"].sum())
+    Attributes:
+        name: printed name.
+        margin: smallest gain that counts.
+        settings: arm -> (learning rate, bits of evaluation), as chosen on held-out data.
+        unit: unit of the quality.
+        num_lost: number of runs that diverged or failed.
+        bitops: mean BitOps by arm, by both conventions.
+        training: length of the training in words.
+        level: quality of the full-bits arm in words.
+    """
+
+    def __init__(self, study: TunedStudy, case: str, rows: pd.DataFrame) -> None:
+        task = study.case(case)
+        specs = study.runs(case)
+        runs = run_frame(specs, rows, NUM_OUTPUTS[task.dataset])
+        self.name = task.title or case
+        self.margin = task.margin
+        self.settings = settings(study, case)
+        self.unit = runs["unit"].iloc[0]
+        self.num_lost = int(runs["lost"].sum())
         self.bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
-        self.training = levels.training_text(c.recipe)
-        of_full_bits = [
-            spec.arm.startswith(f"{FULL_BITS} at ") for spec in study.runs(case)
-        ]
-        self.level = levels.reached(rows[of_full_bits])
-        self._held_out = {
-            arm: max(of.values()) for arm, of in held_out(study, case).items()
-        }
+        self.training = levels.training_text(task.recipe)
+        is_full_bits = [spec.arm.startswith(f"{FULL_BITS_ARM} at ") for spec in specs]
+        self.level = levels.quality_text(rows[is_full_bits])
+        self._held_out = {}
+        for arm, quality_by_setting in held_out(study, case).items():
+            self._held_out[arm] = max(quality_by_setting.values())
         self._by_rule = {rule: seeds_by_arms(runs, rule) for rule in EVALUATION_RULES}
 
     def quality(self, arm: str, rule: str = "") -> np.ndarray:
-        """Return the quality of an arm as it is evaluated by its settings, or by one of ``RULES``."""
+        """Return the quality of an arm by seed, evaluated by its settings or by a rule of ``EVALUATION_RULES``."""
         return self._by_rule[rule or self.settings[arm][1]][arm].to_numpy()
 
     def gain(self, arm: str, other: str, rule: str = "") -> Estimate:
-        """Return what an arm gains on another."""
-        what = f"{self.name}, {arm} minus {other}"
-        return Estimate(
-            what,
-            self.unit,
-            self.quality(arm, rule) - self.quality(other, rule),
-            self.margin,
-        )
+        """Return the quality of an arm minus that of another."""
+        description = f"{self.name}, {arm} minus {other}"
+        differences = self.quality(arm, rule) - self.quality(other, rule)
+        return Estimate(description, self.unit, differences, self.margin)
 
     def best(self, arms: Sequence[str]) -> str:
-        """Return that of some arms, as far as the task has them, which is best on held-out data."""
-        return max(
-            (arm for arm in arms if arm in self._held_out),
-            key=self._held_out.__getitem__,
-        )
+        """Return the best of some arms on held-out data, among those that the task has."""
+        own_arms = [arm for arm in arms if arm in self._held_out]
+        return max(own_arms, key=self._held_out.__getitem__)
 
 
-def complete(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
-    """Return the complete tasks, and a word on what is missing: "" when nothing is."""
-    whole, there, wanted = [], 0, 0
-    for case, c in study.cases.items():
-        wanted += c.seeds * len(study.arms(c))
+def complete(study: TunedStudy, runs: pd.DataFrame) -> tuple[list[Task], str]:
+    """Return the complete tasks, and a note on missing runs such as "open: 3 of 9 runs"; "" if none are missing."""
+    complete_tasks, num_stored, num_needed = [], 0, 0
+    for name, case in study.cases.items():
+        num_needed += case.seeds * len(study.arms(case))
         try:
-            specs = study.runs(case)
+            specs = study.runs(name)
         except NotMeasuredError:
             continue
-        there += len({spec.key for spec in specs} & set(runs["key"]))
-        if not isinstance(rows := find_rows(specs, runs), str):
-            whole.append(Task(study, case, rows))
-    return whole, "" if len(whole) == len(
-        study.cases
-    ) else f"open: {there} of {plural(wanted, 'run')}"
+        num_stored += len({spec.key for spec in specs} & set(runs["key"]))
+        rows = find_rows(specs, runs)
+        if not isinstance(rows, str):
+            complete_tasks.append(Task(study, name, rows))
+    if len(complete_tasks) == len(study.cases):
+        return complete_tasks, ""
+    return complete_tasks, f"open: {num_stored} of {plural(num_needed, 'run')}"
 
 
 def answer_questions(
@@ -116,29 +117,35 @@ def answer_questions(
     """Return the answers to a family of questions from what ``complete`` returned."""
     if missing:
         return [
-            Answer(name, asks, word=missing) for name, (asks, _) in questions.items()
+            Answer(name, question_text, outcome=missing)
+            for name, (question_text, _) in questions.items()
         ]
-    lost = sum(t.lost for t in parts)
+    num_lost = sum(task.num_lost for task in parts)
 
-    def told(rule: str = "") -> list[Answer]:
-        made = (
-            (name, asks, make(parts, rule=rule))
-            for name, (asks, make) in questions.items()
-        )
-        return [
-            replace(answer, question=name, asks=asks, lost=lost)
-            for name, asks, answer in made
-        ]
+    def answer_all(rule: str = "") -> list[Answer]:
+        answers = []
+        for name, (question_text, answer) in questions.items():
+            answers.append(
+                replace(
+                    answer(parts, rule=rule),
+                    question=name,
+                    question_text=question_text,
+                    num_lost=num_lost,
+                )
+            )
+        return answers
 
-    registered, by_rule = told(), {rule: told(rule) for rule in EVALUATION_RULES}
-    return [
-        add_rules(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
-        for i, a in enumerate(correct_answers(registered))
-    ]
+    registered = answer_all()
+    by_rule = {rule: answer_all(rule) for rule in EVALUATION_RULES}
+    final = []
+    for i, answer in enumerate(correct_answers(registered)):
+        rule_answers = {rule: answers[i] for rule, answers in by_rule.items()}
+        final.append(add_rules(answer, registered, rule_answers))
+    return final
 
 
 def show_table(
-    study: Tuned,
+    study: TunedStudy,
     runs: pd.DataFrame,
     questions: Mapping[str, Question],
     name: str,
@@ -147,29 +154,33 @@ def show_table(
     alt: str,
     *tables: tuple[str, Callable[[Sequence[Task]], pd.DataFrame]],
 ) -> Iterator[Section]:
-    """Yield what a study came to, once all runs of a task are there; ``tables`` have a title each."""
+    """Yield the sections of a study with a complete task; ``tables`` are (title, function of the tasks)."""
     parts, missing = complete(study, runs)
     if not parts:
         return
-    told = answer_questions(parts, missing, questions)
+    study_answers = answer_questions(parts, missing, questions)
     undecided = (
         (f"Nothing is decided ({missing}): shown are the tasks that are complete.",)
         if missing
         else ()
     )
-    yield Section(name, (note, *undecided), figure(parts), alt, summary(told), "left")
+    yield Section(
+        name, (note, *undecided), figure(parts), alt, summary(study_answers), "left"
+    )
     for title, table in (*tables, ("every arm", by_arm)):
         yield Section(f"{name}: {title}", table=table(parts), style="left folded")
     if not missing:
         yield Section(
-            f"{name}: other effects", table=secondary(told), style="left folded"
+            f"{name}: other effects",
+            table=secondary(study_answers),
+            style="left folded",
         )
 
 
 def level_columns(parts: Sequence[Task]) -> dict[str, list[str]]:
-    """Return the columns that say how good every task's models are, evaluated at 8 bits, and how long they train."""
+    """Return the columns with the quality of every task at 8 bits and the length of its training."""
     return {
-        f"{FULL_BITS} reaches": [t.level for t in parts],
+        f"{FULL_BITS_ARM} reaches": [t.level for t in parts],
         "training": [t.training for t in parts],
     }
 
@@ -177,40 +188,29 @@ def level_columns(parts: Sequence[Task]) -> dict[str, list[str]]:
 def by_evaluation(
     parts: Sequence[Task], pairs: Callable[[Task], tuple[str, str]], heading: str
 ) -> pd.DataFrame:
-    """Return what one arm gains on another in every task, by the bits at which both are evaluated, for people.
+    """Return a printable table of the gain of one arm on another in every task, by the bits of evaluation.
 
     Args:
         parts: complete tasks.
-        pairs: the two arms of a task.
-        heading: what stands before the bits of evaluation in the header.
+        pairs: function from a task to its two arms.
+        heading: start of the header, before the bits of evaluation.
     """
-    cells: dict[str, list[str]] = {"task": [], **{name: [] for name in EVALUATIONS}}
-    for t in parts:
-        cells["task"].append(t.name)
-        for name, rule in EVALUATIONS.items():
-            cells[name].append(t.gain(*pairs(t), rule).shown())
-    return pd.DataFrame(cells).rename(
-        columns={name: f"{heading}, {name}" for name in EVALUATIONS}
-    )
+    cells: dict[str, list[str]] = {"task": [task.name for task in parts]}
+    for name, rule in EVALUATIONS.items():
+        gains = [task.gain(*pairs(task), rule) for task in parts]
+        cells[f"{heading}, {name}"] = [gain.text() for gain in gains]
+    return pd.DataFrame(cells)
 
 
 def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
-    """Return settings, quality and BitOps of every arm, for people."""
+    """Return a printable table of settings, quality and BitOps of every arm."""
     lines = []
-    for t in parts:
-        for arm, (rate, evaluated) in t.settings.items():
-            ratio = t.bitops.loc[arm] / t.bitops.loc[FULL_BITS]
-            mean = f"{t.quality(arm).mean():.2f}"
-            lines.append(
-                (
-                    t.name,
-                    arm,
-                    f"{rate:g}",
-                    evaluated,
-                    mean,
-                    *(f"{x:.3f}" for x in ratio),
-                )
-            )
+    for task in parts:
+        full_bitops = task.bitops.loc[FULL_BITS_ARM]
+        for arm, (rate, evaluation_bits) in task.settings.items():
+            mean = f"{task.quality(arm).mean():.2f}"
+            ratios = [f"{ratio:.3f}" for ratio in task.bitops.loc[arm] / full_bitops]
+            lines.append((task.name, arm, f"{rate:g}", evaluation_bits, mean, *ratios))
     columns = [
         "task",
         "arm",

@@ -56,7 +56,7 @@ def test_outcomes_follow_the_preregistration():
     )
     damage = {cifar_tests.LONGEST_DEFICIT: -1.0, cifar_tests.EARLY_WINDOW: 0.2}
     table_1 = rows_of_table_1(lambda arm: 75 + damage.get(arm, 0))
-    found = cifar_tests.tests(table([*figure_3, *table_1]))
+    found = cifar_tests.preregistered_tests(table([*figure_3, *table_1]))
     words = cifar_tests.outcomes(found)
     assert words[0] == "as the paper says"
     assert words[2:] == ["as the paper says", "against the paper"]
@@ -65,7 +65,7 @@ def test_outcomes_follow_the_preregistration():
 
 def test_outcomes_say_how_many_runs_are_missing():
     figure_3 = rows_of_figure_3(lambda arm, cost, seed: 70)[:7]
-    words = cifar_tests.outcomes(cifar_tests.tests(table(figure_3)))
+    words = cifar_tests.outcomes(cifar_tests.preregistered_tests(table(figure_3)))
     assert (
         words == ["not complete: 7 of 60 runs"] * 2 + ["not complete: 0 of 36 runs"] * 2
     )
@@ -76,5 +76,5 @@ def test_small_effects_are_not_worth_naming():
     figure_3 = rows_of_figure_3(
         lambda arm, cost, seed: 70 + noise[seed] * np.log2(cost)
     )
-    found = cifar_tests.tests(table(figure_3))
+    found = cifar_tests.preregistered_tests(table(figure_3))
     assert cifar_tests.outcomes(found)[0] == "no difference worth naming"

@@ -197,7 +197,7 @@ def test_aggregations_are_compared_on_validation_nodes_and_on_test_nodes(
     (effect, _), *others = e.effects
     assert not others
     assert "validation nodes: +1.00" in effect.number()
-    assert "test nodes" in effect.others[0].number()
+    assert "test nodes" in effect.other_controls[0].number()
 
 
 def costs_by_length(cost):
@@ -227,7 +227,7 @@ def test_short_deficits_and_long_ones(cost, short, longer):
         word_of(rows, "deficit_longer", False),
     ) == (short, longer)
     (effect, _), *_ = entry(rows, "deficit_longer").effects
-    assert effect.what == "a deficit of 400 minus one of 200 steps"
+    assert effect.comparison == "a deficit of 400 minus one of 200 steps"
 
 
 @pytest.mark.parametrize(("sign", "word"), BOTH)
@@ -274,13 +274,13 @@ def test_whether_the_best_schedule_of_other_tasks_is_beaten_is_seen_on_other_see
         "no_one_schedule",
     )
     (of_digits, said), (of_text, _) = e.effects
-    assert (said, of_digits.n, of_digits.what) == (
+    assert (said, of_digits.n, of_digits.comparison) == (
         word,
         4,
         "ER minus RR, the best of other tasks",
     )
     assert of_digits.interval[0] == pytest.approx(10 * sign, abs=0.05)
-    assert of_text.what == "RR minus ER, the best of other tasks"
+    assert of_text.comparison == "RR minus ER, the best of other tasks"
     same = entry(
         rows_of(digits, value) + by_arm(text, {"ER": 0.7}, "perplexity"),
         "no_one_schedule",
@@ -312,7 +312,11 @@ def test_damage_beside_what_training_gains(sign, word):
 
     rows = [row | {"evaluations": curve} for row in rows_of(specs, value)]
     ((effect, said),) = entry(rows, "deficit_slope").effects
-    assert (said, effect.n, effect.what) == (word, 3, "rank correlation over 4 windows")
+    assert (said, effect.n, effect.comparison) == (
+        word,
+        3,
+        "rank correlation over 4 windows",
+    )
     assert effect.interval[0] == pytest.approx(sign)
     assert (
         entry(

@@ -73,14 +73,14 @@ def test_a_changed_rule_has_another_fingerprint(monkeypatch):
     ("module", "name", "claim"),
     [
         (claims_, "_majority", "cost_decides"),
-        (claims_, "LEAST_SEEDS", "cpt_improves"),
+        (claims_, "MIN_SEEDS", "cpt_improves"),
         (statistics, "by_seed", "cpt_improves"),
         (statistics, "ALPHA", "cpt_improves"),
         (predictors, "rank_correlation", "noise_decides"),
         (predictors, "PREDICTORS", "noise_decides"),
         (claim_measures, "_lengths", "deficit_length"),
         (run_groups, "preregistered", "cpt_improves"),
-        (run_table, "OUTSIDE", "cpt_improves"),
+        (run_table, "EXTERNAL_FAILURE", "cpt_improves"),
     ],
 )
 def test_what_a_rule_calls_on_is_part_of_it(module, name, claim, monkeypatch):

@@ -295,11 +295,11 @@ def test_critical_periods(sign):
     assert length.effects[0][0].interval[0] == pytest.approx(
         20 * sign, abs=0.1
     )  # the longest, 400 steps
-    assert "400 of 800 steps" in length.effects[0][0].what
+    assert "400 of 800 steps" in length.effects[0][0].comparison
     assert window.effects[0][0].interval[0] == pytest.approx(
         3 * sign, abs=0.1
     )  # [300, 500) against [0, 200)
-    assert "[300, 500) of 600 minus [0, 200) of 600" in window.effects[0][0].what
+    assert "[300, 500) of 600 minus [0, 200) of 600" in window.effects[0][0].comparison
 
 
 def test_lost_time_is_no_damage():
@@ -313,9 +313,9 @@ def test_lost_time_is_no_damage():
     e = entry(rows_of(specs, value), "deficit_length")
     assert e.verdict(False) == MIXED
     assert e.verdicts()[1] == "mixed in 1 of 1 experiment: digits/mlp6 (q_min 2, n 3)"
-    normal, (as_long,) = e.effects[0][0], e.effects[0][0].others
-    assert normal.what.startswith("400 steps at q_max minus")
-    assert as_long.what.startswith("800 steps at q_max minus")
+    normal, (as_long,) = e.effects[0][0], e.effects[0][0].other_controls
+    assert normal.comparison.startswith("400 steps at q_max minus")
+    assert as_long.comparison.startswith("800 steps at q_max minus")
     assert normal.interval[0] < 0 < as_long.interval[0]
     assert f"{normal.number()}; {as_long.number()}" in e.evidence()[0]
     rng = np.random.default_rng(0)
@@ -376,5 +376,5 @@ def test_the_committed_rows_are_judged_by_the_rules_alone():
         {seed for _, seed in value if {("fp", seed), ("quantized", seed)} <= set(value)}
     )
     differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
-    (on_test_nodes,) = effect.others  # figure 5 has validation nodes
+    (on_test_nodes,) = effect.other_controls  # figure 5 has validation nodes
     assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))

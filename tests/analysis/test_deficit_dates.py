@@ -75,7 +75,7 @@ def test_outcome_has_the_slopes_of_a_recount(committed, recount):
         assert found.slopes[decay].p() == pytest.approx(
             stats.ttest_1samp(slopes, 0).pvalue
         )
-    assert found.slopes["step"].shown() == "-0.42 [-0.63, -0.22] points"
+    assert found.slopes["step"].text() == "-0.42 [-0.63, -0.22] points"
 
 
 def test_outcome_has_the_differences_of_a_recount(committed, recount):
@@ -93,9 +93,7 @@ def test_outcome_has_the_differences_of_a_recount(committed, recount):
         np.testing.assert_allclose(
             found.slope_differences[one, other].values, slopes, atol=1e-9
         )
-    assert (
-        found.differences["step", "constant"].shown() == "+0.63 [+0.42, +0.84] points"
-    )
+    assert found.differences["step", "constant"].text() == "+0.63 [+0.42, +0.84] points"
 
 
 def test_tables_show_losses_slopes_and_levels(committed):
@@ -211,7 +209,7 @@ def entry_of(claim, found):
 
 def test_decay_claim_names_both_decays(committed):
     ((effect, word),) = entry_of("deficit_decay", committed).effects
-    pairs = [part.what for part in (effect, *effect.others)]
+    pairs = [part.comparison for part in (effect, *effect.other_controls)]
     assert pairs == [
         f"cost of a deficit of 16 of 48 steps, {one} minus {other} learning rate"
         for one, other in (
@@ -220,7 +218,9 @@ def test_decay_claim_names_both_decays(committed):
             ("cosine", "constant"),
         )
     ]
-    assert [f"{part.interval[0]:+.2f}" for part in (effect, *effect.others)] == [
+    assert [
+        f"{part.interval[0]:+.2f}" for part in (effect, *effect.other_controls)
+    ] == [
         "+0.43",
         "+0.63",
         "+0.20",
@@ -239,7 +239,7 @@ def test_window_claim_shows_equal_recovery_by_decay(committed):
     assert list(found) == [f"q_min 2, {decay} learning rate" for decay in DECAYS]
     effect, word = found["q_min 2, step learning rate"]
     assert (f"{effect.interval[0]:+.2f}", word) == ("+0.42", claims.CONFIRMED)
-    assert "32 steps after each" in effect.what
+    assert "32 steps after each" in effect.comparison
 
 
 def test_other_claims_read_no_preregistered_runs(committed):
@@ -251,7 +251,7 @@ def test_other_claims_read_no_preregistered_runs(committed):
         if entry.effects
     }
     assert names == {"deficit_decay", "deficit_window"}
-    assert all(IDS[name].measure in claims.ASKED_TOO for name in names)
+    assert all(IDS[name].measure in claims.PREREGISTERED_MEASURES for name in names)
 
 
 def test_preregistered_runs_are_not_pooled_with_others(committed):

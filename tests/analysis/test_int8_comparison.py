@@ -115,7 +115,7 @@ def test_they_are_an_experiment_of_their_own():
     assert [len(part) for part in int8_comparison.executions(runs)] == [24]
     (rest,) = run_groups.quality_cost_groups(runs)
     assert len(rest) == 34
-    assert int8_comparison in report.QUESTIONS
+    assert int8_comparison in report.RESULT_MODULES
     assert [s.title.split(":")[0] for s in int8_comparison.sections(runs)] == [
         "Products on codes"
     ]

@@ -67,7 +67,7 @@ def test_level_of_deficits_is_training_without_one():
         lambda s: 0.5 if s.schedule.windows else 0.8,
     )
     assert set(num_steps(found, "deficit_short")) == {"no deficit reaches 80.0 %"}
-    assert levels.of_experiment(found) == "no deficit reaches 80.0 %"
+    assert levels.experiment_level(found) == "no deficit reaches 80.0 %"
 
 
 def test_level_of_fewer_gradient_bits_is_no_level():
@@ -84,7 +84,8 @@ def test_level_of_an_experiment_without_full_bits_names_the_best_arm():
     )
     found = runs_of(specs, lambda s: 0.6 if s.arm == "CR" else 0.5)
     assert (
-        levels.of_experiment(found) == "no run at 8/8; the best arm (CR) reaches 60.0 %"
+        levels.experiment_level(found)
+        == "no run at 8/8; the best arm (CR) reaches 60.0 %"
     )
 
 
@@ -106,13 +107,14 @@ def test_reached_spans_recipes_and_names_the_perplexity():
         for s in specs
     ]
     assert (
-        levels.reached(runs_of(specs, lambda s: 4.0, "perplexity")) == "perplexity 4.00"
+        levels.quality_text(runs_of(specs, lambda s: 4.0, "perplexity"))
+        == "perplexity 4.00"
     )
     both = runs_of(
         [*specs, *longer], lambda s: 4.0 if s.recipe.steps == 320 else 9.0, "perplexity"
     )
-    assert levels.reached(both) == "perplexity 4.00 to 9.00"
-    assert levels.reached(both.iloc[:0]) == ""
+    assert levels.quality_text(both) == "perplexity 4.00 to 9.00"
+    assert levels.quality_text(both.iloc[:0]) == ""
 
 
 def test_training_text_counts_epochs_of_few_images():

@@ -740,8 +740,8 @@ def test_printed_numbers_are_of_the_same_task():
         row_of(s, 0.7)
         for s in designs.quality_cost("paper", "ogbn-arxiv", seeds=[0], q_max=[8])
     )
-    assert set(paper_numbers.of_figure(graph)["dataset"]) == {"ogbn-arxiv"}
-    assert not paper_numbers.of_figure(graph)["own_data"].any()
+    assert set(paper_numbers.figure_numbers(graph)["dataset"]) == {"ogbn-arxiv"}
+    assert not paper_numbers.figure_numbers(graph)["own_data"].any()
     assert bars_of(quality_cost.figure_3(graph)).keys() == {
         "paper: large savings minus static 8"
     }
@@ -749,7 +749,7 @@ def test_printed_numbers_are_of_the_same_task():
         row_of(s, 0.7)
         for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0])
     )
-    lines = paper_numbers.of_figure(small)
+    lines = paper_numbers.figure_numbers(small)
     assert set(lines["model"]) == {"gcn"}
     assert lines["own_data"].all()
 
@@ -947,14 +947,15 @@ def test_caption_says_epochs_of_declared_recipes():
         "demo", static_bits=[8], schedules=["CR"], seeds=[0], steps=1200
     )
     assert (
-        captions.training(table(row_of(s, 0.5) for s in longer))
+        captions.training_length(table(row_of(s, 0.5) for s in longer))
         == "1,200 steps (86 epochs)"
     )
     changed_batch = designs.quality_cost(
         "demo", static_bits=[8], schedules=["CR"], seeds=[0], batch=32
     )
     assert (
-        captions.training(table(row_of(s, 0.5) for s in changed_batch)) == "600 steps"
+        captions.training_length(table(row_of(s, 0.5) for s in changed_batch))
+        == "600 steps"
     )
     cifar = designs.quality_cost(
         "paper",
@@ -965,12 +966,12 @@ def test_caption_says_epochs_of_declared_recipes():
         q_max=[8],
         seeds=[0],
     )
-    assert captions.training(table(row_of(s, 0.5) for s in cifar)).startswith(
+    assert captions.training_length(table(row_of(s, 0.5) for s in cifar)).startswith(
         "64,000 steps (16"
     )
-    assert captions.warned("x", runs) == "x"
+    assert captions.with_smoke_warning("x", runs) == "x"
     assert (
-        captions.warned("x", runs.assign(scale="smoke"))
+        captions.with_smoke_warning("x", runs.assign(scale="smoke"))
         == "smoke scale: not a result. x"
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 import cpt_core as cpt
 from cpt_extras.diagnostics.recording import COLUMNS
 from cpt_lab.analysis import figures
-from cpt_lab.analysis.rounding import LABELS
+from cpt_lab.analysis.rounding import STATISTIC_LABELS
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_errors_of_roles_are_drawn_over_the_steps(recording):
     assert lines_of(again)["weight"].get_ydata().tolist() == weights.tolist()
 
 
-@pytest.mark.parametrize("statistic", LABELS)
+@pytest.mark.parametrize("statistic", STATISTIC_LABELS)
 def test_every_statistic_has_a_figure(recording, statistic):
     figure = figures.error_over_training(recording, statistic)
     figure.canvas.draw()

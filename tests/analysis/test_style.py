@@ -217,7 +217,7 @@ def test_a_figure_can_be_read_and_described(name):
             style.COLORS["static"] if text.get_color() == "white" else "white"
         )  # bits in their squares
         assert contrast(text.get_color(), ground) >= 4.5, text.get_text()
-        assert text.get_fontsize() >= style.SMALL, text.get_text()
+        assert text.get_fontsize() >= style.SMALL_FONT_SIZE, text.get_text()
     width = float(re.search(r"max-width: (\d+)rem", PAGE)[1]) * 16 - 32
     assert (
         figure.get_tightbbox().width * PIXELS_PER_INCH <= width
@@ -242,7 +242,7 @@ def test_no_size_of_letters_is_below_the_least():
         float(size) for size in re.findall(r"\b(?:font|label|text)size=([\d.]+)", texts)
     ]
     assert len(sizes) > 20
-    assert min(sizes) >= style.SMALL
+    assert min(sizes) >= style.SMALL_FONT_SIZE
 
 
 def test_words_have_the_hues_of_points():
@@ -252,7 +252,7 @@ def test_words_have_the_hues_of_points():
         == style.PROFILE_COLORS.keys()
         == quality_cost.PROFILE_NAMES.keys()
     )
-    words = (*style.TEXT.values(), *style.PROFILE_TEXT.values(), style.QUIET)
+    words = (*style.TEXT.values(), *style.PROFILE_TEXT.values(), style.MUTED_COLOR)
     assert all(contrast(color, "white") >= 4.5 for color in words)
     assert all(
         contrast("white", color) >= 4.5 for color in quality_cost.STATIC_COLORS

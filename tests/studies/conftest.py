@@ -24,7 +24,7 @@ def rated(tmp_path_factory):
 
         patch.setattr(tuned, "results_dir", lambda: folder)
         patch.setattr(
-            arms, "least_noisy", cache(arms.least_noisy)
+            arms, "min_noise_schedule", cache(arms.min_noise_schedule)
         )  # solved once: the schedules stay the same
         tuned.held_out.cache_clear()
         yield write

@@ -47,15 +47,15 @@ def test_a_switch_that_wins_loses_or_does_nothing():
     a, b, c = outcome.answers(
         rows({LATE: 2.0, "both late": 4.0, "forward spread": 2.0})
     )
-    assert a.word.startswith(
+    assert a.outcome.startswith(
         "contradicted: the forward switch wins in 5 of 5 (characters, forward late minus 5/4; "
     )
     assert (
-        b.word
+        b.outcome
         == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 5 of 5"
     )
     assert (
-        c.word
+        c.outcome
         == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 0 of 5"
     )
     assert [len(x.secondary) for x in (a, b, c)] == [10, 5, 0]
@@ -63,7 +63,7 @@ def test_a_switch_that_wins_loses_or_does_nothing():
 
 def test_missing_tasks_leave_it_open():
     some = rows({LATE: 2.0}, ["digits", "ptb"])
-    assert {x.word for x in outcome.answers(some)} == {"open: 96 of 234 runs"}
+    assert {x.outcome for x in outcome.answers(some)} == {"open: 96 of 234 runs"}
     first, arm = outcome.sections(some)
     assert "Nothing is decided (open: 96 of 234 runs)" in first.notes[1]
     assert (

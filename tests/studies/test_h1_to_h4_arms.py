@@ -20,7 +20,7 @@ def test_questions_come_after_the_lists_of_the_paper():
 
 
 def test_the_twelve_schedules_have_one_cost_and_differ_in_nothing_together():
-    schedules = arms.twelve()
+    schedules = arms.equal_cost_schedules()
     assert len(schedules) == 12
     bits = np.array([s.bits() for s in schedules])
     assert bits.shape == (12, 160)

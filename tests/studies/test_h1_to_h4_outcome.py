@@ -54,7 +54,7 @@ def answer(name, *parts):
 
 
 def x_of(spec, column):
-    schedule = arms.twelve()[int(spec.arm.split()[1]) - 1]
+    schedule = arms.equal_cost_schedules()[int(spec.arm.split()[1]) - 1]
     return {
         "noise": np.log2(schedule.noise_exposure()),
         "date": arms.noise_date(schedule),
@@ -110,13 +110,13 @@ def h1(facebook, characters=None, **given):
 
 def test_h1_finds_a_slope_of_noise_and_not_one_of_date_or_share():
     found = h1(lambda s: -0.5 * x_of(s, "noise"))
-    assert found.word == "confirmed: at one cost, noisier schedules are worse"
+    assert found.outcome == "confirmed: at one cost, noisier schedules are worse"
     assert [e.mean for e in found.primary] == pytest.approx([-0.5, -0.5], abs=0.1)
     assert found.p == max(e.p() for e in found.primary)
     assert found.adjusted == pytest.approx(5 * found.p)
     found = h1(lambda s: 5 * x_of(s, "date") - 20 * x_of(s, "share"))
-    assert found.word == "no effect worth naming"
-    others = {e.what: e.mean for e in found.secondary}
+    assert found.outcome == "no effect worth naming"
+    others = {e.description: e.mean for e in found.secondary}
     assert others["Facebook, noise 0.1 of the training later"] == pytest.approx(
         0.5, abs=0.1
     )
@@ -124,16 +124,16 @@ def test_h1_finds_a_slope_of_noise_and_not_one_of_date_or_share():
 
 
 def test_h1_needs_both_tasks_and_one_sign():
-    assert h1(lambda s: -0.5 * x_of(s, "noise"), lambda s: 0.0, sd=3).word == "open"
+    assert h1(lambda s: -0.5 * x_of(s, "noise"), lambda s: 0.0, sd=3).outcome == "open"
     assert (
-        h1(lambda s: 0.5 * x_of(s, "noise")).word
+        h1(lambda s: 0.5 * x_of(s, "noise")).outcome
         == "contradicted: noisier schedules are better"
     )
     mixed = h1(lambda s: -0.5 * x_of(s, "noise"), lambda s: 0.5 * x_of(s, "noise"))
-    assert mixed.word == "mixed: two signs"
+    assert mixed.outcome == "mixed: two signs"
     small = h1(lambda s: -0.05 * x_of(s, "noise"), sd=0.01)
     assert (
-        small.word
+        small.outcome
         == "confirmed: at one cost, noisier schedules are worse; no effect worth naming"
     )
 
@@ -151,16 +151,16 @@ H2 = ("h2/facebook", "h2/characters", "h2/sage")
 
 def test_h2_static_is_not_beaten_or_is():
     alike = answer("H2", *(rows(grid, lambda s: 0.0, sd=0.03) for grid in H2))
-    assert alike.word == (
+    assert alike.outcome == (
         "confirmed: no schedule beats static by the margin; static is better in 0 of 6; alike within the margin in 6"
     )
     loses = answer(
         "H2", *(rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic")) for grid in H2)
     )
-    assert loses.word.endswith(
+    assert loses.outcome.endswith(
         "static is better in 6 of 6; alike within the margin in 0"
     )
-    assert loses.word.startswith("confirmed")
+    assert loses.outcome.startswith("confirmed")
 
     def wins(spec):
         return 3.0 * (
@@ -169,10 +169,10 @@ def test_h2_static_is_not_beaten_or_is():
 
     found = answer("H2", *(rows(grid, wins) for grid in H2))
     told = "contradicted: a schedule wins in 1 of 6 (Facebook GraphSAGE, schedule minus static 5);"
-    assert found.word.startswith(told)
+    assert found.outcome.startswith(told)
     assert found.p == pytest.approx(1, abs=0.01)
     unclear = answer("H2", *(rows(grid, lambda s: 0.0, sd=3) for grid in H2))
-    assert unclear.word.startswith("open; static is better in 0 of 6")
+    assert unclear.outcome.startswith("open; static is better in 0 of 6")
 
 
 def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
@@ -186,7 +186,7 @@ def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
         at_own["value"] += (
             0.05 if at_top["name"] == "accuracy" else -0.05 * at_top["value"]
         )
-    said = answer("H2", *made).word
+    said = answer("H2", *made).outcome
     assert said.startswith(
         "confirmed: no schedule beats static by the margin; static is better in 6 of 6;"
     )
@@ -194,7 +194,7 @@ def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
         "; depends on the rule: contradicted where both are judged at 8 bits"
     )
     alike = answer("H2", *(rows(grid, lambda s: 0.0, sd=0.03) for grid in H2))
-    assert "depends" not in alike.word
+    assert "depends" not in alike.outcome
     assert [rule for rule, _ in alike.by_rule] == ["8 bits", "their own bits"]
 
 
@@ -206,7 +206,7 @@ def test_h2_takes_the_better_evaluation_of_static_as_the_opponent():
     found = answer(
         "H2", made, rows("h2/characters", lambda s: 0.0), rows("h2/sage", lambda s: 0.0)
     )
-    means = {e.what: e.mean for e in (*found.primary, *found.secondary)}
+    means = {e.description: e.mean for e in (*found.primary, *found.secondary)}
     assert means["Facebook GCN, schedule minus static 3"] == pytest.approx(-1, abs=0.1)
     assert means["Facebook GCN, schedule minus static 3 at 8 bits"] == pytest.approx(
         0, abs=0.1
@@ -225,18 +225,18 @@ def deficit_loss(spec, date=0.0, during=0.0, after=0.0):
 
 def test_h3_tells_the_date_from_the_learning_rate():
     assert (
-        answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=-1))).word
+        answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=-1))).outcome
         == "earlier is worse"
     )
     assert (
-        answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=1))).word
+        answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=1))).outcome
         == "later is worse"
     )
     found = answer(
         "H3", rows("h3/facebook", lambda s: deficit_loss(s, during=0.05, after=-0.02))
     )
-    assert found.word == "no effect worth naming"
-    others = {e.what: e.mean for e in found.secondary}
+    assert found.outcome == "no effect worth naming"
+    others = {e.description: e.mean for e in found.secondary}
     assert others[
         "loss, a learning rate of 10 steps more in the deficit"
     ] == pytest.approx(0.5, abs=0.1)
@@ -249,7 +249,7 @@ def test_h3_tells_the_date_from_the_learning_rate():
     assert others["the same, constant learning rate alone"] == pytest.approx(
         0, abs=0.15
     )
-    assert answer("H3", rows("h3/facebook", lambda s: 0.0, sd=1)).word == "open"
+    assert answer("H3", rows("h3/facebook", lambda s: 0.0, sd=1)).outcome == "open"
 
 
 def test_h4a_says_which_of_the_two_hurts_more():
@@ -258,28 +258,30 @@ def test_h4a_says_which_of_the_two_hurts_more():
 
     made = rows("h4/gradients", lambda s: quality(s, -0.1, -0.6))
     found = answer("H4a", made)
-    assert found.word == "gradients hurt more"
-    others = {e.what: e.mean for e in found.secondary}
+    assert found.outcome == "gradients hurt more"
+    others = {e.description: e.mean for e in found.secondary}
     assert others["6-bit minus 8-bit gradients"] == pytest.approx(-0.6, abs=0.1)
     assert others["6 minus 8 bits forward"] == pytest.approx(-0.1, abs=0.1)
     found = answer("H4a", rows("h4/gradients", lambda s: quality(s, -0.6, -0.1)))
-    assert found.word == "weights and activations hurt more"
+    assert found.outcome == "weights and activations hurt more"
     assert (
-        answer("H4a", rows("h4/gradients", lambda s: quality(s, -1, -1), sd=0.01)).word
+        answer(
+            "H4a", rows("h4/gradients", lambda s: quality(s, -1, -1), sd=0.01)
+        ).outcome
         == "alike"
     )
 
 
 def test_h4b_compares_hubs_with_leaves():
     assert (
-        answer("H4b", rows("h4/aggregation", lambda s: 0.0)).word
+        answer("H4b", rows("h4/aggregation", lambda s: 0.0)).outcome
         == "no difference worth naming"
     )
     found = answer("H4b", rows("h4/aggregation", lambda s: 0.0, hubs=-2.0))
-    assert found.word == "hubs are hurt more"
+    assert found.outcome == "hubs are hurt more"
     assert found.primary[0].mean == pytest.approx(2)
     assert (
-        answer("H4b", rows("h4/aggregation", lambda s: 0.0, hubs=2.0)).word
+        answer("H4b", rows("h4/aggregation", lambda s: 0.0, hubs=2.0)).outcome
         == "hubs are hurt less"
     )
 
@@ -290,8 +292,8 @@ def test_h4b_compares_hubs_with_leaves():
 def test_runs_that_diverged_count_as_chance():
     made = rows("h4/gradients", lambda s: 0.0, lost=("static 6, 8-bit gradients",))
     found = answer("H4a", made)
-    assert found.lost == 13
-    assert found.word == "weights and activations hurt more"
+    assert found.num_lost == 13
+    assert found.outcome == "weights and activations hurt more"
     assert found.primary[0].mean == pytest.approx(-100 * math.log(2000 / 10), abs=0.2)
     found = answer(
         "H2", *(rows(grid, lambda s: 0.0, lost=("static 5",)) for grid in H2)
@@ -300,10 +302,12 @@ def test_runs_that_diverged_count_as_chance():
         "points": 50 - 100 / 4,
         "%": 100 * math.log(102 / 10),
     }  # four classes, 102 characters
-    assert {e.what: e.mean for e in found.primary if "static 5" in e.what} == {
-        e.what: pytest.approx(by_unit[e.unit], abs=0.2)
+    assert {
+        e.description: e.mean for e in found.primary if "static 5" in e.description
+    } == {
+        e.description: pytest.approx(by_unit[e.unit], abs=0.2)
         for e in found.primary
-        if "static 5" in e.what
+        if "static 5" in e.description
     }
 
 
@@ -319,14 +323,14 @@ def test_a_run_without_its_value_leaves_the_test_without_an_answer():
             for a in outcome.answers(made.assign(**made[values].mask(lacks)))
             if a.question == "H2"
         )
-        assert ("confirmed" in h2.word, math.isnan(h2.p)) == (not grid, bool(grid))
+        assert ("confirmed" in h2.outcome, math.isnan(h2.p)) == (not grid, bool(grid))
 
 
 def test_nothing_is_said_before_all_runs_are_there():
     made = rows("h3/facebook", lambda s: deficit_loss(s, date=-1))
-    assert answer("H3", made[1:]).word == "open: 299 of 300 runs"
+    assert answer("H3", made[1:]).outcome == "open: 299 of 300 runs"
     assert math.isnan(answer("H3", made[1:]).p)
-    assert {a.word for a in outcome.answers(table([]))} >= {
+    assert {a.outcome for a in outcome.answers(table([]))} >= {
         "open: 0 of 52 runs",
         "open: 0 of 200 runs",
     }

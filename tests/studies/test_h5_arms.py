@@ -45,7 +45,9 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(
         monkeypatch.setattr("sys.argv", ["sensitivities", "--only", case])
         sensitivities.main()
     assert calls[0] == (CASES["facebook"].recipe, 3, list(range(50, 58)))
-    assert list(json.loads((tmp_path / arms.FILE).read_text())["cases"]) == [
+    assert list(
+        json.loads((tmp_path / arms.SENSITIVITY_FILE).read_text())["cases"]
+    ) == [
         "digits",
         "facebook",
     ]

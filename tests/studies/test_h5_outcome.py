@@ -111,7 +111,7 @@ def test_the_better_evaluation_of_static_is_the_opponent():
 def test_runs_that_diverged_count_as_chance():
     lost = {("digits", "over both", s) for s in range(100, 110)}
     found = effects(rows(lost=lost))
-    assert line(found, "digits", "over both").lost == 10
+    assert line(found, "digits", "over both").num_lost == 10
     assert line(found, "digits", "over both")["mean"] == pytest.approx(
         -40, abs=2
     )  # from 50 % to 10 %
@@ -165,7 +165,7 @@ def test_page_table_and_figures():
     assert len(others.table) == 4 * (4 * 5 + 2 + 2)
     assert "bits here, not there" in section.notes[0]
     (answer,) = outcome.answers(runs)
-    assert (answer.question, answer.word) == ("H5", "bits here, not there")
+    assert (answer.question, answer.outcome) == ("H5", "bits here, not there")
     shown = summary(effects(runs).assign(bitops=1.04, bitops_per_op=1.0))
     assert set(shown["BitOps of the whole model (paper, per_op)"]) == {"1.040, 1.000"}
     assert list(shown["arm"][:4]) == list(ARMS)

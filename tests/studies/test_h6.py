@@ -36,9 +36,9 @@ def rows(gain=0.0, late=0.0, slope=10.0, noise=0.05, lost=()):
 
 def test_schedules_a_little_below_the_line_confirm_all_three():
     a, b, c = outcome.answers(rows(gain=-0.2, late=-0.2, noise=0.01))
-    assert a.word.startswith("confirmed: dearer schedules are better")
-    assert "confirmed: nothing beats static" in b.word
-    assert "contradicted" not in b.word + c.word
+    assert a.outcome.startswith("confirmed: dearer schedules are better")
+    assert "confirmed: nothing beats static" in b.outcome
+    assert "contradicted" not in b.outcome + c.outcome
     assert len(a.primary) == len(b.primary) == 6
     assert all(e.mean / e.margin == pytest.approx(-0.2, abs=0.1) for e in b.primary)
     assert all(e.mean == pytest.approx(1, abs=0.05) for e in a.primary)
@@ -46,25 +46,25 @@ def test_schedules_a_little_below_the_line_confirm_all_three():
 
 def test_schedules_above_the_line_contradict():
     _, b, c = outcome.answers(rows(gain=2.0, late=-2.0))
-    assert "contradicted: better in 6 of 6" in b.word
-    assert "confirmed" not in b.word
-    assert "confirmed" in c.word
-    assert "static is better in 6 of 6" in c.word
+    assert "contradicted: better in 6 of 6" in b.outcome
+    assert "confirmed" not in b.outcome
+    assert "confirmed" in c.outcome
+    assert "static is better in 6 of 6" in c.outcome
 
 
 def test_quality_that_falls_with_cost_contradicts_the_correlation():
     a, *_ = outcome.answers(rows(slope=-10.0))
-    assert "contradicted: the reverse in 6" in a.word
-    assert "confirmed" not in a.word
+    assert "contradicted: the reverse in 6" in a.outcome
+    assert "confirmed" not in a.outcome
 
 
 def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     found = rows(lost={("digits", LATE, 100)})
     cell = outcome.cells(found)[0]
-    assert cell.lost == 1
+    assert cell.num_lost == 1
     assert cell.quality[LATE][100] == pytest.approx(10)
     a, b, c = outcome.answers(found[found["seed"] != 103])
-    assert {a.word, b.word, c.word} == {f"open: {744 - 93} of 744 runs"}
+    assert {a.outcome, b.outcome, c.outcome} == {f"open: {744 - 93} of 744 runs"}
     assert list(outcome.sections(found[found["seed"] != 103])) == []
 
 

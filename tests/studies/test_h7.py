@@ -76,20 +76,20 @@ def test_a_task_without_its_rates_has_no_runs(chosen, tmp_path, monkeypatch):
         error=NotMeasuredError,
     )
     assert len(STUDY.runs("digits")) == 10 * 6
-    assert {a.word for a in outcome.answers(table([]))} == {"open: 0 of 360 runs"}
+    assert {a.outcome for a in outcome.answers(table([]))} == {"open: 0 of 360 runs"}
 
 
 def test_pairs_that_gain_confirm_and_cycles_that_lose_do_too():
     a, b, c, d, e = outcome.answers(rows(pair=2.0, cycle=-1.0))
     for found in (a, b, c):
-        assert found.word == "confirmed: gradients may pay; the pair gains in 6 of 6"
+        assert found.outcome == "confirmed: gradients may pay; the pair gains in 6 of 6"
         assert len(found.primary) == 6
         assert all(
             x.mean / x.margin == pytest.approx(2, abs=0.1) for x in found.primary
         )
     for found in (d, e):
         assert (
-            found.word
+            found.outcome
             == "confirmed: no cycle beats static by the margin; static is better in 6 of 6"
         )
 
@@ -100,7 +100,7 @@ def test_four_tasks_must_gain_and_none_may_lose_its_margin():
     def word(gaining, **others):
         return outcome.answers(
             rows(by_case={**dict.fromkeys(names[:gaining], 2.0), **others})
-        )[0].word
+        )[0].outcome
 
     assert word(3) == "open; the pair gains in 3 of 6"
     assert word(4) == "confirmed: gradients may pay; the pair gains in 4 of 6"
@@ -113,19 +113,19 @@ def test_four_tasks_must_gain_and_none_may_lose_its_margin():
 
 def test_a_cycle_that_wins_contradicts():
     *_, d, e = outcome.answers(rows(cycle=2.0))
-    assert d.word.startswith(
+    assert d.outcome.startswith(
         "contradicted: a cycle wins in 6 of 6 (characters, cycle at 4/5 minus 4/5; "
     )
-    assert "confirmed" not in d.word + e.word
+    assert "confirmed" not in d.outcome + e.outcome
 
 
 def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     found = rows(pair=2.0, lost={("digits", "4/5", 300)})
     parts, missing = outcome.tasks(found)
-    assert (missing, parts[1].lost) == ("", 1)
+    assert (missing, parts[1].num_lost) == ("", 1)
     assert parts[1].quality("4/5")[0] == pytest.approx(10)
     some = found[found["dataset"] != "ptb"]
-    assert {a.word for a in outcome.answers(some)} == {"open: 300 of 360 runs"}
+    assert {a.outcome for a in outcome.answers(some)} == {"open: 300 of 360 runs"}
     first, shares, by_rule, arm = outcome.sections(some)
     assert "Nothing is decided" in first.notes[1]
     assert len(first.figure.axes) == 3
@@ -147,7 +147,7 @@ def test_h7_outcome_by_both_rules_is_always_said():
         said.startswith("confirmed: gradients may pay; the pair gains in 6 of 6; p ")
         for _, said in a.by_rule
     )
-    assert "depends on the rule" not in a.word
+    assert "depends on the rule" not in a.outcome
     assert a.judged().startswith("Judged at 8 bits: confirmed: gradients may pay;")
 
 

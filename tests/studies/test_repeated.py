@@ -22,7 +22,7 @@ def made(date, fresh=False, sd=0.1):
     found = rows(GRID, lambda s: deficit_loss(s, date=date), sd=sd)
     for row in found if fresh else []:
         spec = RunSpec.from_dict(row["spec"])
-        spec = replace(spec, seed=spec.seed + repeated.FRESH)
+        spec = replace(spec, seed=spec.seed + repeated.SEED_OFFSET)
         row |= {"spec": spec.to_dict(), "key": spec.key}
     return found
 
@@ -39,17 +39,17 @@ def made(date, fresh=False, sd=0.1):
 def test_an_effect_repeats_or_does_not(former, date, sd, word, monkeypatch):
     monkeypatch.setattr(repeated, "committed", lambda: table(made(former)))
     (found,) = repeated.replicated_effects(GRID, made(date, fresh=True, sd=sd))
-    assert found.word == word
+    assert found.outcome == word
     assert f"equal learning rate: {word}: " in str(found)
     assert str(found).endswith("points, n = 10 and 10")
 
 
 def test_fresh_seeds_are_nobodys():
-    fresh, own = repeated.fresh(GRID), grid_specs(GRID)
+    fresh, own = repeated.fresh_seed_specs(GRID), grid_specs(GRID)
     assert not {s.key for s in fresh} & {s.key for s in own}
     assert [(s.arm, s.seed - 1000) for s in fresh] == [(s.arm, s.seed) for s in own]
     with pytest.raises(ValueError, match="unknown grid 'digits'"):
-        repeated.fresh("digits")
+        repeated.fresh_seed_specs("digits")
 
 
 @pytest.mark.parametrize(("date", "code"), [(1, 0), (-1, 1)])
@@ -63,7 +63,7 @@ def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(
         lambda specs, store, **_: asked.extend(specs) or found,
     )
     status, said, _ = command("verify", "--verdict", GRID)
-    assert (status, asked) == (code, repeated.fresh(GRID))
+    assert (status, asked) == (code, repeated.fresh_seed_specs(GRID))
     assert said.startswith("h3/facebook with fresh seeds: 300 runs, rows in ")
     assert ("DIFFERS" in said) == bool(code)
 
@@ -111,7 +111,9 @@ def test_effects_of_complete_grids_on_the_same_data_are_kept(
     assert list(grids) == [GRID] * kept
     for grid in grids.values():
         (values,) = grid["effects"].values()
-        assert values == list(repeated.replicated_effects(GRID, again)[0].now.values)
+        assert values == list(
+            repeated.replicated_effects(GRID, again)[0].replication.values
+        )
     for row in again:
         row["provenance"]["dirty"] = True
     write_rows(tmp_path / "verdicts" / "h3" / "facebook.jsonl", *again)

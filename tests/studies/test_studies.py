@@ -105,7 +105,7 @@ def test_every_study_answers_before_anything_ran():
     assert [
         a.question for a in found
     ] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c".split()
-    assert all(a.word.startswith("open: ") and not a.primary for a in found)
-    assert {a.word for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
+    assert all(a.outcome.startswith("open: ") and not a.primary for a in found)
+    assert {a.outcome for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
     for study in grids.studies("outcome"):
         assert not list(study.sections(table([])))

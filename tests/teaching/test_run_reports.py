@@ -170,9 +170,11 @@ def test_a_verdict_needs_holms_correction():
     )
     words = [
         line[-1]
-        for line in evidence_figures.in_margins([near, far, wide], "abc", below="lost")
+        for line in evidence_figures.margin_lines(
+            [near, far, wide], "abc", below="lost"
+        )
     ]
     assert [word.split(" ")[0] for word in words] == ["alike", "lost", "open"]
-    assert evidence_figures.in_margins([far], "a", above="won")[0][1] == pytest.approx(
-        -5
-    )
+    assert evidence_figures.margin_lines([far], "a", above="won")[0][
+        1
+    ] == pytest.approx(-5)

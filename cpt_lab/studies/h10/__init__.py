@@ -1,1 +1,1 @@
-"""Which products switch to more bits, shortly before the learning rate falls: H10."""
+"""H10: matmuls that switch to more bits shortly before the learning rate falls."""

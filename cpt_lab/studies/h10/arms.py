@@ -1,4 +1,4 @@
-"""The runs of H10 in ``docs/preregistration.md``: which products switch to 8 bits, and when.  No torch.
+"""Runs of H10 in ``docs/preregistration.md``: matmuls that switch to 8 bits, and the time of the switch.  No torch.
 
 Bits are forward/gradient bits; every arm but "4/4", "5/4" and "8/8" costs a third of "8/8".
 
@@ -13,15 +13,23 @@ from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_lab.studies.case import Case
-from cpt_lab.studies.tuned import Tuned
+from cpt_lab.studies.tuned import TunedStudy
 
-SWITCH = 5  # the last fifth: the learning rate falls by ten at its start, and again in its middle
-AT, STEP = {"milestones": (0.8, 0.9)}, {"lr_rule": "step"}
+LATE_DIVISOR = 5  # the last fifth: the learning rate falls by ten at its start, and again in its middle
+DECAY_MILESTONES, STEP_DECAY = {"milestones": (0.8, 0.9)}, {"lr_rule": "step"}
 CASES = {
-    "characters": Case("pydoc", "language_model", None, 16, 1.0, STEP | {"steps": 640}),
-    "digits": Case("digits", "image", None, 40, 1.0, AT),
+    "characters": Case(
+        "pydoc", "language_model", None, 16, 1.0, STEP_DECAY | {"steps": 640}
+    ),
+    "digits": Case("digits", "image", None, 40, 1.0, DECAY_MILESTONES),
     "cifar10-jpeg": Case(
-        "cifar10-jpeg/", "image", None, 20, 1.0, AT, title="CIFAR-10 copies"
+        "cifar10-jpeg/",
+        "image",
+        None,
+        20,
+        1.0,
+        DECAY_MILESTONES,
+        title="CIFAR-10 copies",
     ),
     "ptb": Case(
         "ptb",
@@ -29,7 +37,7 @@ CASES = {
         None,
         10,
         1.0,
-        STEP | {"steps": 300},
+        STEP_DECAY | {"steps": 300},
         title="Penn Treebank, small",
     ),
     "digits-mx": Case(
@@ -38,7 +46,7 @@ CASES = {
         None,
         24,
         1.0,
-        AT | {"ladder": "mx", "q_min": 1},
+        DECAY_MILESTONES | {"ladder": "mx", "q_min": 1},
         3,
         "digits, MX formats",
     ),
@@ -47,10 +55,10 @@ STATIC, LATE = ("4/6", "5/4"), "forward late"
 
 
 def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
-    """Return forward bits, or those of every role, and gradient bits of every arm.
+    """Return (forward bits or bits of every role, gradient bits) of every arm.
 
     "forward late" has 8 forward bits in the last fifth; "forward spread" in every fifth step; "gradients late" has 8
-    gradient bits in the last half, "both late" 8 bits of both in the last ninth, which costs the same.
+    gradient bits in the last half, "both late" 8 bits of both in the last ninth, at equal cost.
     """
     steps, level = case.recipe.steps, {4: 4, 5: 5, 6: 6, 8: 8}
     if case.recipe.ladder == "mx":
@@ -64,15 +72,20 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
     def static(bits: int) -> StaticSchedule:
         return StaticSchedule(level[bits], steps)
 
-    every = itertools.repeat(((low, SWITCH - 1), (high, 1)), steps // SWITCH)
+    repeated_cycles = itertools.repeat(
+        ((low, LATE_DIVISOR - 1), (high, 1)), steps // LATE_DIVISOR
+    )
     return {
         **{
             f"{q}/{g}": (static(q), level[g])
             for q, g in ((4, 4), (4, 6), (5, 4))
             if {q, g} <= set(level)
         },
-        LATE: (late(SWITCH), low),
-        "forward spread": (TableSchedule(tuple(itertools.chain(*every))), low),
+        LATE: (late(LATE_DIVISOR), low),
+        "forward spread": (
+            TableSchedule(tuple(itertools.chain(*repeated_cycles))),
+            low,
+        ),
         "gradients late": (
             RoleSchedules(weight=static(4), activation=static(4), gradient=late(2)),
             None,
@@ -85,12 +98,12 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
     }
 
 
-STUDY = Tuned(
+STUDY = TunedStudy(
     "h10",
     "which products switch to 8 bits, and when",
     CASES,
     arms,
-    tuning=range(50, 52),
-    first=400,
+    tuning_seeds=range(50, 52),
+    first_seed=400,
 )
 GRIDS = STUDY.grids()

@@ -1,1 +1,1 @@
-"""Schedules of one cost, static precision at equal cost, dates of deficits, gradients, hubs: H1 to H4."""
+"""H1 to H4: schedules of one cost, static precision of equal cost, dates of deficits, gradients and hubs."""

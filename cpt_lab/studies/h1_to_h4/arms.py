@@ -1,4 +1,4 @@
-"""The runs of the questions in ``docs/preregistration.md``: fixed arms, seeds, lengths.  Beyond the paper.  No torch.
+"""Runs of H1 to H4 in ``docs/preregistration.md``: fixed arms, seeds, lengths.  Beyond the paper.  No torch.
 
 >>> len(noise("pydoc"))
 192
@@ -19,18 +19,18 @@ from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule, ShortCycleWarning, StaticSchedule
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.solver import solve_schedule
+from cpt_lab.experiments import registry
 from cpt_lab.experiments.graph import GraphRecipe
-from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.studies.case import FACEBOOK
 
 Q_MIN, Q_MAX = 2, 8
-FIRST_SEED = 100  # no run before these had such seeds
-STEPS = {"gcn": 160, "sage": 120, "lstm": 160}  # H1 and H2, by model
+FIRST_SEED = 100  # earlier runs had smaller seeds
+STEPS_BY_MODEL = {"gcn": 160, "sage": 120, "lstm": 160}  # H1 and H2, by model
 
-# H1: how many of 160 steps two cycles spend at 2, 3, ... 8 bits. Found by ``bench/twelve_schedules.py``.
-TWELVE: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+# H1: number of steps, of 160, of two cycles at 2, 3, ... 8 bits. Computed by ``bench/twelve_schedules.py``.
+EQUAL_COST_CYCLES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((3, 6, 41, 18, 3, 1, 8), (0, 4, 20, 38, 1, 1, 16)),
     ((4, 3, 7, 57, 1, 0, 8), (0, 10, 40, 13, 0, 1, 16)),
     ((0, 6, 62, 1, 0, 1, 10), (5, 1, 32, 10, 3, 13, 16)),
@@ -58,30 +58,33 @@ def noise(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -> list[R
     Noise exposure, share of steps at 2 bits and mean date of the noise are uncorrelated over the schedules, which all
     end with a tenth of their steps at 8 bits.
 
-    The data set is a graph of one's own, or "pydoc"; here and below, no seeds take those of the preregistration.
+    Args:
+        dataset: a graph of the user, or "pydoc".
+        seeds: None uses those of the preregistration, here and in all functions below.
     """
     r = _recipe(dataset)
-    n = (
-        8 if r.task == "graph" else 16
-    )  # runs on characters differ more by seed, and cost less
+    # Runs on characters differ more by seed, and cost less.
+    n = 8 if r.task == "graph" else 16
     return [
         _spec(r, schedule, f"schedule {i}", seed)
-        for i, schedule in enumerate(twelve(), 1)
+        for i, schedule in enumerate(equal_cost_schedules(), 1)
         for seed in _seeds(seeds, n)
     ]
 
 
-def twelve() -> list[TableSchedule]:
+def equal_cost_schedules() -> list[TableSchedule]:
     """Return the twelve schedules of H1, the least noisy first, 160 steps each."""
-    rising = [
-        [(q, n) for cycle in cycles for q, n in enumerate(cycle, Q_MIN) if n]
-        for cycles in TWELVE
-    ]
-    return [TableSchedule(tuple(runs)) for runs in rising]
+    schedules = []
+    for cycles in EQUAL_COST_CYCLES:
+        runs = []
+        for steps_by_bits in cycles:
+            runs += [(q, n) for q, n in enumerate(steps_by_bits, Q_MIN) if n]
+        schedules.append(TableSchedule(tuple(runs)))
+    return schedules
 
 
 def noise_date(schedule: Schedule) -> float:
-    """Return when a schedule is noisy: the mean time of its steps weighted by 4**-q, 0 the start and 1 the end."""
+    """Return the mean time of a schedule's steps weighted by 4**-q: 0 for noise at the start, 1 at the end."""
     bits = schedule.bits()
     return float(
         np.average((np.arange(len(bits)) + 0.5) / len(bits), weights=4.0**-bits)
@@ -93,15 +96,20 @@ def against_static(
     model: str | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[RunSpec]:
-    """Return the runs of H2: static 5 and 3 and the least noisy cyclic schedule of each one's cost.
+    """Return the runs of H2: static 5 and 3 bits, and the least noisy cyclic schedule of equal cost.
 
-    10 seeds, 20 of GraphSAGE and characters. Without a model it takes the data set's first.
+    There are 10 seeds, 20 for GraphSAGE and characters.
+
+    Args:
+        dataset: a graph of the user, or "pydoc".
+        model: None uses the first model of the data set.
+        seeds: None uses those of the preregistration.
     """
     r = _recipe(dataset, model=model)
     arms: dict[str, Schedule] = {}
     for bits in (5, 3):
         arms[f"static {bits}"] = StaticSchedule(bits, r.steps)
-        arms[f"cyclic at the cost of static {bits}"] = least_noisy(bits, r.steps)
+        arms[f"cyclic at the cost of static {bits}"] = min_noise_schedule(bits, r.steps)
     return [
         _spec(r, schedule, arm, seed)
         for arm, schedule in arms.items()
@@ -110,46 +118,43 @@ def against_static(
 
 
 @cache
-def least_noisy(
+def min_noise_schedule(
     bits: int, total_steps: int, q_grad: int = Q_MAX, lowest: int = Q_MIN
 ) -> Schedule:
     """Return the least noisy of the suite's ten shapes that costs what static ``bits`` costs, in two cycles.
 
-    Every shape is bent to the cost from every lowest precision below ``bits``, ``lowest`` or higher; those that cannot
-    be, and those that do not end at 8 bits, are left out. Gradients have ``q_grad`` bits on both sides.
+    Every shape is bent to the cost from every lowest precision below ``bits`` and at least ``lowest``. Shapes that
+    cannot be bent to the cost, or do not end at 8 bits, are left out. Gradients have ``q_grad`` bits on both sides.
     """
     budget = cost.relative_cost([bits], Q_MAX, q_grad)
-    found = []
+    candidates = []
     with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
-        for low in range(lowest, bits):
-            for e in SUITE.values():
-                with suppress(
-                    ValueError
-                ):  # a shape that so few steps cannot bend to the cost
-                    found.append(
-                        solve_schedule(
-                            budget,
-                            low,
-                            Q_MAX,
-                            total_steps,
-                            2,
-                            e.profile,
-                            triangular=e.triangular,
-                            mirror=e.mirror,
-                            q_grad=q_grad,
-                        )
+        for q_min in range(lowest, bits):
+            for shape in SUITE.values():
+                # With few steps some shapes cannot have this cost.
+                with suppress(ValueError):
+                    schedule = solve_schedule(
+                        budget,
+                        q_min,
+                        Q_MAX,
+                        total_steps,
+                        2,
+                        shape.profile,
+                        triangular=shape.triangular,
+                        mirror=shape.mirror,
+                        q_grad=q_grad,
                     )
-    return min(
-        (s for s in found if s.bits()[-1] == Q_MAX), key=lambda s: s.noise_exposure()
-    )
+                    candidates.append(schedule)
+    ending_high = [s for s in candidates if s.bits()[-1] == Q_MAX]
+    return min(ending_high, key=lambda schedule: schedule.noise_exposure())
 
 
 def deficit_dates(
     dataset: str = FACEBOOK, seeds: Sequence[int] | None = None
 ) -> list[RunSpec]:
-    """Return the runs of H3: a deficit of 16 steps at five dates under three rules of the learning rate, 10 seeds.
+    """Return the runs of H3: a deficit of 16 steps at five dates under three learning-rate rules, 10 seeds.
 
-    Training goes on for 32 steps after every deficit. Each has a control of its length and rule without a deficit.
+    Training continues for 32 steps after every deficit. Each has a control of its length and rule without a deficit.
     """
     specs = []
     for rule in LR_RULES:
@@ -157,24 +162,27 @@ def deficit_dates(
             r = replace(_recipe(dataset, start + WINDOW + RECOVERY), lr_rule=rule)  # type: ignore[call-arg]
             for windows in ((), ((start, start + WINDOW),)):
                 schedule = DeficitSchedule(Q_MIN, Q_MAX, windows, r.steps)
-                what = f"[{start}, {start + WINDOW})" if windows else "no deficit"
+                arm = f"[{start}, {start + WINDOW})" if windows else "no deficit"
                 specs += [
-                    _spec(r, schedule, f"{what} of {r.steps}, {rule}", s)
+                    _spec(r, schedule, f"{arm} of {r.steps}, {rule}", s)
                     for s in _seeds(seeds, 10)
                 ]
     return specs
 
 
 def learning_rate_sums(spec: RunSpec) -> tuple[float, float]:
-    """Return the learning rate, relative to its start, summed over the deficit of a run of H3 and over what follows."""
-    r = cast(GraphRecipe, spec.recipe)
-    t = np.arange(r.steps)
-    rates = {
-        "constant": np.ones(r.steps),
-        "step": 0.1
-        ** ((t >= round(0.5 * r.steps)) + (t >= round(0.75 * r.steps)).astype(float)),
-        "cosine": r.final_lr + (1 - r.final_lr) * (1 + np.cos(np.pi * t / r.steps)) / 2,
-    }[r.lr_rule]
+    """Return the sums of the relative learning rate over the deficit of a run of H3, and over the steps after it."""
+    recipe = cast(GraphRecipe, spec.recipe)
+    steps = recipe.steps
+    t = np.arange(steps)
+    num_decays = (t >= round(0.5 * steps)) + (t >= round(0.75 * steps)).astype(float)
+    cosine = 1 + np.cos(np.pi * t / steps)
+    rates_by_rule = {
+        "constant": np.ones(steps),
+        "step": 0.1**num_decays,
+        "cosine": recipe.final_lr + (1 - recipe.final_lr) * cosine / 2,
+    }
+    rates = rates_by_rule[recipe.lr_rule]
     ((start, stop),) = cast(DeficitSchedule, spec.schedule).windows
     return float(rates[start:stop].sum()), float(rates[stop:].sum())
 
@@ -220,10 +228,10 @@ def _seeds(seeds: Sequence[int] | None, n: int) -> Sequence[int]:
 
 
 def _recipe(dataset: str, steps: int | None = None, model: str | None = None) -> Recipe:
-    found = recipe("demo", dataset, model, task="graph")
+    demo_recipe = registry.recipe("demo", dataset, model, task="graph")
     return replace(
-        found,
-        steps=steps or STEPS[found.model],
+        demo_recipe,
+        steps=steps or STEPS_BY_MODEL[demo_recipe.model],
         n_cycles=2,
         q_min=Q_MIN,
         evaluate_every=0,
@@ -234,7 +242,7 @@ def _spec(r: Recipe, schedule: Schedule, arm: str, seed: int) -> RunSpec:
     return RunSpec(r, schedule, Q_MAX, Q_MAX, seed, arm, "demo")
 
 
-# name of a grid -> what makes its runs, what they are
+# name of a grid -> function that makes its runs, description
 GRIDS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
     "h1/facebook": (
         partial(noise, FACEBOOK),

@@ -1,1 +1,1 @@
-"""Bits where they matter, by measured sensitivities, against static precision of equal cost: H5."""
+"""H5: bits allocated by measured sensitivities against static precision of equal cost."""

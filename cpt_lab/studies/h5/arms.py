@@ -1,7 +1,7 @@
-"""The runs of H5 in ``docs/preregistration.md``: bits where they matter against static ones of equal cost.  No torch.
+"""Runs of H5 in ``docs/preregistration.md``: bits allocated by sensitivity against static precision.  No torch.
 
-The schedules are made from sensitivities measured before, on other seeds, and kept in ``data/results``; the same file
-gives the same runs.
+The schedules are made from sensitivities that were measured earlier, on other seeds, and are stored in
+``data/results``; the same file gives the same runs.
 
 >>> [case.budget for case in CASES.values()]  # doctest: +ELLIPSIS
 [0.41..., 0.29..., 0.29..., 0.29...]
@@ -23,24 +23,24 @@ from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.case import FACEBOOK, Case
 
-FILE = "sensitivity.json"  # under data/results, written by ``python -m bench.sensitivities``
+SENSITIVITY_FILE = "sensitivity.json"  # under data/results, written by ``python -m bench.sensitivities``
 Q_MAX = 8
-SWITCH = 0.45  # of the training: a twentieth before the learning rate falls first (steps), or is half (cosine)
+SWITCH_TIME = 0.45  # of the training: a twentieth before the learning rate falls first (steps), or is half (cosine)
 STATIC, LATE = "static", "low then high"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCase(Case):
-    """A task of H5; its seeds are from 100 on."""
+    """A task of H5; its seeds start at 100."""
 
-    # static precision at whose cost all arms are. Sensitivities are measured with one bit less than that, and nothing
-    # runs lower than what was measured
+    # Static precision whose cost is the budget of all arms. Sensitivities are measured with one bit less, and no arm
+    # uses fewer bits than were measured.
     bits: int
-    measured: int  # how many seeds the sensitivities have, from 50 on
+    measured: int  # number of seeds of the sensitivities, which start at 50
 
     @property
     def recipe(self) -> Recipe:
-        """What is trained; its schedules have no cycles."""
+        """The trained recipe; its schedules have no cycles."""
         return replace(super().recipe, n_cycles=1, q_min=self.bits - 1)
 
     @property
@@ -64,65 +64,71 @@ CASES = {
 def allocated(
     case: str = "digits", seeds: Sequence[int] | None = None
 ) -> list[RunSpec]:
-    """Return the runs of a task of H5: every way to spend one BitOps budget, and static 8 in full beside them.
+    """Return the runs of a task of H5: every way to spend one BitOps budget, and static 8 for comparison.
 
-    Static precision; bits allocated over time, over layers, over both; and one step lower than static until shortly
-    before the learning rate falls, then as high as the budget allows.
+    The arms are static precision; bits allocated over time, over layers, over both; and one step lower than static
+    until shortly before the learning rate falls, then as high as the budget allows.
 
-    No seeds take those of the preregistration.
+    Args:
+        case: a task of H5.
+        seeds: None uses those of the preregistration.
 
     Raises:
         NotMeasuredError: when no sensitivity is stored.
     """
-    c = CASES[check_choice("case", case, CASES)]
-    r, s = c.recipe, stored_sensitivity(case)
-    arms: dict[str, Schedule] = {STATIC: StaticSchedule(c.bits, r.steps)}
-    arms |= {
-        f"over {over}": allocate(s, c.budget, r.q_min, Q_MAX, over, total_steps=r.steps)
-        for over in OVER
-    }
-    arms[LATE] = low_then_high(c.bits, r.steps)
-    named = {f"{arm} at {c.budget:.3f}": schedule for arm, schedule in arms.items()}
-    named[f"static {Q_MAX}"] = StaticSchedule(Q_MAX, r.steps)
+    task = CASES[check_choice("case", case, CASES)]
+    seeds = range(100, 100 + task.seeds) if seeds is None else seeds
+    recipe, sensitivity = task.recipe, stored_sensitivity(case)
+    steps, budget = recipe.steps, task.budget
+
+    arms: dict[str, Schedule] = {STATIC: StaticSchedule(task.bits, steps)}
+    for dimension in OVER:
+        arms[f"over {dimension}"] = allocate(
+            sensitivity, budget, recipe.q_min, Q_MAX, dimension, total_steps=steps
+        )
+    arms[LATE] = low_then_high(task.bits, steps)
+
+    schedules = {f"{arm} at {budget:.3f}": schedule for arm, schedule in arms.items()}
+    schedules[f"static {Q_MAX}"] = StaticSchedule(Q_MAX, steps)
     return [
-        RunSpec(r, schedule, Q_MAX, Q_MAX, seed, arm, "demo")
-        for arm, schedule in named.items()
-        for seed in (range(100, 100 + c.seeds) if seeds is None else seeds)
+        RunSpec(recipe, schedule, Q_MAX, Q_MAX, seed, arm, "demo")
+        for arm, schedule in schedules.items()
+        for seed in seeds
     ]
 
 
 def low_then_high(static: int, total_steps: int) -> TableSchedule:
-    """Return the schedule that is one bit below static until ``SWITCH``, and spends what is left evenly after it."""
-    low, first = static - 1, round(SWITCH * total_steps)
-    left = cost.relative_cost(
-        [static], Q_MAX
-    ) * total_steps - first * cost.relative_cost([low], Q_MAX)
-    high = static_of_cost(
-        min(1.0, left / (total_steps - first)), Q_MAX, total_steps - first
-    )
-    runs = (
-        high.runs
-        if isinstance(high, TableSchedule)
-        else ((high.q_max, total_steps - first),)
-    )
-    return TableSchedule(((low, first), *runs))
+    """Return a schedule of equal cost that is low first, then high.
+
+    It has one bit less than static until ``SWITCH_TIME``, and spends the remaining budget evenly after it.
+    """
+    low, low_steps = static - 1, round(SWITCH_TIME * total_steps)
+    high_steps = total_steps - low_steps
+    budget = cost.relative_cost([static], Q_MAX) * total_steps
+    remaining_budget = budget - low_steps * cost.relative_cost([low], Q_MAX)
+    high = static_of_cost(min(1.0, remaining_budget / high_steps), Q_MAX, high_steps)
+    if isinstance(high, TableSchedule):
+        high_runs = high.runs
+    else:
+        high_runs = ((high.q_max, high_steps),)
+    return TableSchedule(((low, low_steps), *high_runs))
 
 
 @cache
 def stored_sensitivity(case: str) -> Sensitivity:
-    """Return the stored sensitivity of a case; NotMeasuredError says how it is measured when there is none."""
-    path = results_dir() / FILE
-    held = (
+    """Return the stored sensitivity of a case; NotMeasuredError with the command that measures it if there is none."""
+    path = results_dir() / SENSITIVITY_FILE
+    stored_cases = (
         json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
     )
-    if case not in held:
+    if case not in stored_cases:
         raise NotMeasuredError(
             f"{path} has no sensitivity of {case!r}; measure it: python -m bench.sensitivities --only {case}"
         )
-    return Sensitivity.from_dict(held[case])
+    return Sensitivity.from_dict(stored_cases[case])
 
 
-# name of a grid -> what makes its runs, what they are
+# name of a grid -> function that makes its runs, description
 GRIDS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
     f"h5/{name}": (
         partial(allocated, name),

@@ -1,11 +1,13 @@
-"""Bits where they matter against static precision of equal cost: H5 of ``docs/preregistration.md``.  No torch.
+"""Answer of H5 in ``docs/preregistration.md``: bits allocated by sensitivity against static precision.  No torch.
 
-A case is answered when all its runs are there. A run that diverged or failed counts as chance.
+A case is answered when all its runs are stored. A run that diverged or failed counts as chance. ``effects`` has the
+gain of every arm, ``verdict`` the outcome in the words of the document, ``robustness`` its dependence on the rule of
+evaluation.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +21,27 @@ from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.sensitivity_result import OVER
 from cpt_lab.analysis.estimates import (
     CURRENT_BITS,
+    EIGHT_BITS,
     EVALUATION_RULES,
     PERCENT,
-    TOP,
     Estimate,
-    by_run,
     find_rows,
     holm,
+    run_frame,
     seeds_by_arms,
 )
 from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.preregistered import LEVEL, Answer, depends
+from cpt_lab.analysis.preregistered import SIGNIFICANCE_LEVEL, Answer, rule_dependence
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.analysis.style import COLORS, SMALL, integer_ticks, interval_bar, subplots
+from cpt_lab.analysis.style import (
+    COLORS,
+    SMALL_FONT_SIZE,
+    integer_ticks,
+    interval_bar,
+    subplots,
+)
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
-from cpt_lab.studies.case import OUTPUTS
+from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.studies.h5.arms import (
     CASES,
     LATE,
@@ -43,69 +51,82 @@ from cpt_lab.studies.h5.arms import (
     stored_sensitivity,
 )
 
-ASKS = "Do bits put where they matter beat static precision of equal cost?"
+QUESTION_TEXT = "Do bits put where they matter beat static precision of equal cost?"
 ALLOCATED = tuple(f"over {over}" for over in OVER)
 ARMS = (*ALLOCATED, LATE)
 WINS, LOSES = "wins", "loses"
 ELSEWHERE = ", as what wins here loses elsewhere"
-# the outcomes that the document knows: some arm wins and nowhere loses, wins and loses, loses; none wins
+# the registered outcomes: an arm wins and never loses; wins and loses; loses; no arm wins
 WON, MIXED, WORSE = "bits here, not there", f"mixed{ELSEWHERE}", "worse than static"
 NOTHING_BEAT_STATIC = "nothing beat static"
 
 
 class Arms:
-    """The runs of a case: quality at 8 bits and at their own (seeds by arms), runs lost, schedules, BitOps by arm."""
+    """The runs of a case.
+
+    Attributes:
+        unit: unit of the quality.
+        schedules: schedule by arm.
+        by_rule: rule of ``EVALUATION_RULES`` -> quality, seeds by arms.
+        num_lost: runs that diverged or failed, by arm.
+        bitops: BitOps by arm relative to static precision, by both conventions.
+    """
 
     def __init__(self, specs: list[RunSpec], rows: pd.DataFrame) -> None:
-        runs = by_run(specs, rows, OUTPUTS[specs[0].recipe.dataset])
-        self.unit, self.schedules = (
-            runs["unit"].iloc[0],
-            {r.arm: r.spec.schedule for r in runs.itertuples()},
-        )
+        runs = run_frame(specs, rows, NUM_OUTPUTS[specs[0].recipe.dataset])
+        by_arm = runs.groupby("arm")
+        bitops = by_arm[["bitops", "bitops_per_op"]].mean()
+        self.unit = runs["unit"].iloc[0]
+        self.schedules = {r.arm: r.spec.schedule for r in runs.itertuples()}
         self.by_rule = {rule: seeds_by_arms(runs, rule) for rule in EVALUATION_RULES}
-        self.lost = runs.groupby("arm")["lost"].sum()
-        bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
+        self.num_lost = by_arm["lost"].sum()
         self.bitops = bitops / bitops.loc[STATIC]
 
     @property
     def opponent(self) -> str:
-        """The better of static's two evaluations by its mean, one of ``RULES``."""
-        at_top, at_own = (self.by_rule[rule][STATIC] for rule in (TOP, CURRENT_BITS))
-        return TOP if at_top.mean() >= at_own.mean() else CURRENT_BITS
+        """The better evaluation of static precision by its mean, a rule of ``EVALUATION_RULES``."""
+        at_top, at_own = (
+            self.by_rule[rule][STATIC] for rule in (EIGHT_BITS, CURRENT_BITS)
+        )
+        return EIGHT_BITS if at_top.mean() >= at_own.mean() else CURRENT_BITS
 
     def gain(self, arm: str, rule: str = "") -> Estimate:
-        """Return what an arm gains at 8 bits on static's better evaluation, or on static by one of ``RULES``."""
+        """Return the gain of an arm on static precision.
+
+        Without a rule the arm is evaluated at 8 bits and static precision by its better evaluation; with one of
+        ``EVALUATION_RULES`` both are evaluated by it.
+        """
         static = self.by_rule[rule or self.opponent][STATIC]
-        return Estimate(
-            arm, self.unit, (self.by_rule[rule or TOP][arm] - static).to_numpy()
-        )
+        gains = self.by_rule[rule or EIGHT_BITS][arm] - static
+        return Estimate(arm, self.unit, gains.to_numpy())
 
     def is_static(self, arm: str) -> bool:
-        """Whether an arm is static precision itself: its layers have the same bits at every step."""
+        """Return whether an arm is static precision itself, with equal bits in all layers at every step."""
         return _bits(self.schedules[arm]) == _bits(self.schedules[STATIC])
 
 
 def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
-    """Return one line per case and arm: what it gains on the better of static's two evaluations, by seed.
+    """Return one line per case and arm: its gain on the better evaluation of static precision, by seed.
 
     Args:
         parts: of ``cases``.
-        rule: one of ``RULES``: as they are where it judges arms and static alike.
+        rule: a rule of ``EVALUATION_RULES`` by which arms and static precision are both evaluated; "" for the
+            registered evaluation.
 
     Returns:
         case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
-        all cases times arms), word ("wins", "loses", "open", or what is missing), n, lost (runs of arm and opponent
-        that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static 8 on
-        it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
-        both conventions). NaN where a case has missing runs.
+        all cases times arms), word ("wins", "loses", "open", or a note on missing runs), n, lost (runs of arm and
+        opponent that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static
+        8 on it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to
+        static's, by both conventions). NaN for a case with missing runs.
     """
     lines = [line for case, arms in parts.items() for line in _case(case, arms, rule)]
     adjusted = holm([line["p"] for line in lines])
     for line, p in zip(lines, adjusted, strict=True):
         line["adjusted"] = p
-        line["word"] = line["word"] or (
-            "open" if not p < LEVEL else WINS if line["mean"] > 0 else LOSES
-        )
+        if not line["word"]:
+            direction = WINS if line["mean"] > 0 else LOSES
+            line["word"] = direction if p < SIGNIFICANCE_LEVEL else "open"
     columns = [
         "case",
         "arm",
@@ -129,7 +150,7 @@ def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
 
 
 def cases(runs: pd.DataFrame) -> dict[str, Arms | str]:
-    """Return the runs of every case; where some are missing, or cannot be made yet, a word that says so."""
+    """Return the runs of every case; a note instead if runs are missing or cannot be defined yet."""
 
     def arms(case: str) -> Arms | str:
         try:
@@ -160,7 +181,7 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
     for arm in ARMS:
         gain = arms.gain(arm, rule)
         low, high = gain.interval()
-        same = arms.is_static(arm)
+        is_static = arms.is_static(arm)
         yield {
             "case": case,
             "arm": arm,
@@ -168,13 +189,13 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
             "mean": gain.mean,
             "low": low,
             "high": high,
-            "p": 1.0 if same else gain.p(),
-            "word": "static precision itself" if same else "",
+            "p": 1.0 if is_static else gain.p(),
+            "word": "static precision itself" if is_static else "",
             "n": len(gain.values),
-            "lost": arms.lost[arm] + arms.lost[STATIC],
+            "lost": arms.num_lost[arm] + arms.num_lost[STATIC],
             "opponent": opponent.removeprefix("their "),
             "static": static,
-            "full": float(arms.by_rule[TOP][f"static {Q_MAX}"].mean()) - static,
+            "full": float(arms.by_rule[EIGHT_BITS][f"static {Q_MAX}"].mean()) - static,
             "promised": scale
             * (
                 s.predicted_quality_loss(arms.schedules[STATIC])
@@ -185,151 +206,147 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
 
 
 def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
-    """Return what else the document promises, from ``cases``, for people; it decides nothing."""
+    """Return a printable table of the other registered effects of ``cases``; they decide nothing."""
     lines = []
     for case, arms in parts.items():
-        if isinstance(arms, str):
-            continue
-
-        def add(
-            what: str,
-            a: pd.Series,
-            b: pd.Series,
-            case: str = case,
-            unit: str = arms.unit,
-        ) -> None:
-            lines.append((case, what, Estimate(what, unit, (a - b).to_numpy()).shown()))
-
-        top, static = (
-            arms.by_rule[TOP],
-            float(arms.by_rule[arms.opponent][STATIC].mean()),
-        )
-        for arm in ARMS:
-            add(f"{arm}, minus static at {Q_MAX} bits", top[arm], top[STATIC])
-            add(
-                f"{arm}, minus static at its own bits",
-                top[arm],
-                arms.by_rule[CURRENT_BITS][STATIC],
-            )
-            way = (top[arm].mean() - static) / (top[f"static {Q_MAX}"].mean() - static)
-            lines.append(
-                (
-                    case,
-                    f"{arm}, share of the way from static to static {Q_MAX}",
-                    f"{100 * way:.0f} %",
-                )
-            )
-            for share, name in zip(
-                arms.bitops.loc[arm], ("paper", "per_op"), strict=True
-            ):
-                lines.append(
-                    (
-                        case,
-                        f"{arm}, BitOps of the whole model beside static's ({name})",
-                        f"{share:.3f}",
-                    )
-                )
-        for other in ALLOCATED[:2]:
-            add(f"{ALLOCATED[2]}, minus {other}", top[ALLOCATED[2]], top[other])
-        for over in OVER[:2]:
-            shown = f"{stored_sensitivity(case).agreement(over):+.2f}"
-            lines.append(
-                (
-                    case,
-                    f"rank correlation over {over}: measured w, and estimated from gradients",
-                    shown,
-                )
-            )
+        if not isinstance(arms, str):
+            lines += [(case, *effect) for effect in _secondary_effects(case, arms)]
     return pd.DataFrame(lines, columns=["task", "effect", "mean [95 %]"])
 
 
+def _secondary_effects(case: str, arms: Arms) -> Iterator[tuple[str, str]]:
+    """Yield (effect, its value in words) of a case."""
+
+    def difference(a: pd.Series, b: pd.Series) -> str:
+        return Estimate("", arms.unit, (a - b).to_numpy()).text()
+
+    top, at_own = arms.by_rule[EIGHT_BITS], arms.by_rule[CURRENT_BITS]
+    static = float(arms.by_rule[arms.opponent][STATIC].mean())
+    for arm in ARMS:
+        gain = difference(top[arm], top[STATIC])
+        yield f"{arm}, minus static at {Q_MAX} bits", gain
+        gain = difference(top[arm], at_own[STATIC])
+        yield f"{arm}, minus static at its own bits", gain
+        way = (top[arm].mean() - static) / (top[f"static {Q_MAX}"].mean() - static)
+        share = f"{100 * way:.0f} %"
+        yield f"{arm}, share of the way from static to static {Q_MAX}", share
+        conventions = ("paper", "per_op")
+        for ratio, name in zip(arms.bitops.loc[arm], conventions, strict=True):
+            effect = f"{arm}, BitOps of the whole model beside static's ({name})"
+            yield effect, f"{ratio:.3f}"
+    over_both = ALLOCATED[2]
+    for other in ALLOCATED[:2]:
+        yield f"{over_both}, minus {other}", difference(top[over_both], top[other])
+    for dimension in OVER[:2]:
+        agreement = stored_sensitivity(case).agreement(dimension)
+        effect = (
+            f"rank correlation over {dimension}: measured w, and estimated "
+            "from gradients"
+        )
+        yield effect, f"{agreement:+.2f}"
+
+
 def _bits(schedule: Schedule) -> set[tuple[int, ...]]:
-    """Return the bits that some layer has, as they follow one another."""
-    rows = (
-        schedule.by_group()
-        if isinstance(schedule, LayeredSchedule)
-        else [schedule.bits()]
-    )
+    """Return the distinct sequences of bits over the layers of a schedule."""
+    if isinstance(schedule, LayeredSchedule):
+        rows = list(schedule.by_group())
+    else:
+        rows = [schedule.bits()]
     return {tuple(row.tolist()) for row in rows}
 
 
 def verdict(gains: pd.DataFrame) -> str:
-    """Return the outcome of H5 from ``effects``, as the document words it, with every win and every loss.
+    """Return the outcome of H5 from ``effects``, in the words of the document, with every win and every loss.
 
-    Of an arm that wins and nowhere loses, all other tasks are told too.
+    For an arm that wins and never loses, the results of all other tasks are listed too.
     """
-    mine = gains[gains["arm"].isin(ALLOCATED)]
-    if missing := [
-        case
-        for case in CASES
-        if gains["word"][gains["case"] == case].str.startswith("open: ").any()
-    ]:
+    is_open = gains["word"].str.startswith("open: ")
+    missing = [case for case in CASES if is_open[gains["case"] == case].any()]
+    if missing:
         return f"open: runs of {', '.join(missing)} are missing"
-    if not (mine["word"] == WINS).any():
-        best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
-        return (
-            f"{NOTHING_BEAT_STATIC}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
-            f"between static and static {Q_MAX})"
-        )
-    said, of = [], mine["arm"].map(_outcomes(gains))
-    for word in (WON, MIXED, WORSE):
-        lines = mine[(of == word) & mine["word"].isin((WINS, LOSES))]
-        said += [f"{word}: {'; '.join(_gains(lines))}"] if len(lines) else []
-    rest = mine[(of == WON) & (mine["word"] != WINS)]
-    undecided = rest["word"] == "open"
-    said += (
-        [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"]
-        if undecided.any()
-        else []
+
+    allocated_gains = gains[gains["arm"].isin(ALLOCATED)]
+    word = allocated_gains["word"]
+    if not (word == WINS).any():
+        return _no_win_text(allocated_gains)
+
+    outcome = allocated_gains["arm"].map(_outcomes(gains))
+    sentences = []
+    for name in (WON, MIXED, WORSE):
+        lines = allocated_gains[(outcome == name) & word.isin((WINS, LOSES))]
+        if len(lines):
+            sentences.append(f"{name}: {'; '.join(_gains(lines))}")
+    others = allocated_gains[(outcome == WON) & (word != WINS)]
+    is_undecided = others["word"] == "open"
+    if is_undecided.any():
+        undecided = "; ".join(_gains(others[is_undecided]))
+        sentences.append(f"open after Holm's correction: {undecided}")
+    static_arms = [f"{r.arm}, {r.case}" for r in others[~is_undecided].itertuples()]
+    if static_arms:
+        sentences.append(f"static precision itself: {'; '.join(static_arms)}")
+    first, *further = sentences
+    return ". ".join([first, *(f"{text[0].upper()}{text[1:]}" for text in further)])
+
+
+def _no_win_text(allocated_gains: pd.DataFrame) -> str:
+    """Return the outcome without any win, with the largest gain that the intervals allow."""
+    share_of_full = allocated_gains["high"] / allocated_gains["full"]
+    best = allocated_gains.loc[share_of_full.idxmax()]
+    return (
+        f"{NOTHING_BEAT_STATIC}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
+        f"between static and static {Q_MAX})"
     )
-    same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
-    said += [f"static precision itself: {'; '.join(same)}"] if same else []
-    return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
 
 
 def _outcomes(gains: pd.DataFrame) -> dict[str, str]:
-    """Return the outcome of every allocated arm, in the words of the document, or "open"."""
-    words = {arm: set(gains["word"][gains["arm"] == arm]) for arm in ALLOCATED}
-    known = {(True, False): WON, (True, True): MIXED, (False, True): WORSE}
-    return {
-        arm: known.get((WINS in found, LOSES in found), "open")
-        for arm, found in words.items()
-    }
+    """Return the registered outcome of every allocated arm, or "open"."""
+    outcomes = {}
+    for arm in ALLOCATED:
+        words = set(gains["word"][gains["arm"] == arm])
+        if WINS in words:
+            outcomes[arm] = MIXED if LOSES in words else WON
+        else:
+            outcomes[arm] = WORSE if LOSES in words else "open"
+    return outcomes
 
 
 def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
-    """Return the arms that have another outcome under ``RULES``, which judge arms and static alike, and which."""
-    by_rule = {
-        rule: _outcomes(effects(parts, rule)) for rule in ("", *EVALUATION_RULES)
-    }
-    registered = by_rule.pop("")
-    said = {
-        a: depends(word, {rule: of[a] for rule, of in by_rule.items()})
-        for a, word in registered.items()
-    }
-    return {arm: text.replace(ELSEWHERE, "") for arm, text in said.items() if text}
+    """Return the arms whose outcome depends on the rule of evaluation, with a note on the other outcomes."""
+    registered = _outcomes(effects(parts))
+    by_rule = {rule: _outcomes(effects(parts, rule)) for rule in EVALUATION_RULES}
+    notes = {}
+    for arm, outcome in registered.items():
+        rule_outcomes = {rule: outcomes[arm] for rule, outcomes in by_rule.items()}
+        note = rule_dependence(outcome, rule_outcomes)
+        if note:
+            notes[arm] = note.replace(ELSEWHERE, "")
+    return notes
 
 
 def outcomes_by_rule(parts: Mapping[str, Arms | str]) -> dict[str, str]:
-    """Return the outcomes of all allocated arms in words by each of ``RULES``, also where both rules agree."""
-    found = {}
+    """Return the outcomes of all allocated arms in words by each rule of ``EVALUATION_RULES``, even if they agree."""
+    texts = {}
     for rule in EVALUATION_RULES:
-        outcomes = _outcomes(effects(parts, rule))
-        found[rule] = "; ".join(
-            f"{arm}: {word.replace(ELSEWHERE, '')}" for arm, word in outcomes.items()
-        )
-    return found
+        arm_texts = []
+        for arm, outcome in _outcomes(effects(parts, rule)).items():
+            arm_texts.append(f"{arm}: {outcome.replace(ELSEWHERE, '')}")
+        texts[rule] = "; ".join(arm_texts)
+    return texts
 
 
 def _gains(lines: pd.DataFrame) -> list[str]:
-    """Gains in words; where the BitOps of the whole model differ from static's by 0.5 %, they are told."""
-    said = []
+    """Return gains in words, with the BitOps of the whole model if they differ from static's by 0.5 % or more."""
+    texts = []
     for r in lines.itertuples():
-        alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
-        whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} of all that runs"
         gain = f"{r.arm}, {r.case}: {_interval(r)}"
-        said.append(gain if alike else f"{gain} (BitOps of the whole model: {whole})")
-    return said
+        deviation = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1))
+        if not deviation < 0.005:
+            gain += (
+                f" (BitOps of the whole model: {r.bitops:.2f} of static's as the paper counts, "
+                f"{r.bitops_per_op:.2f} of all that runs)"
+            )
+        texts.append(gain)
+    return texts
 
 
 def _interval(r: Any) -> str:
@@ -337,58 +354,56 @@ def _interval(r: Any) -> str:
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
-    """Return the answer of H5 from rows, in the words that the document has for outcomes."""
+    """Return the answer of H5 from rows, in the registered words for outcomes."""
     parts = cases(runs)
-    said = verdict(effects(parts))
-    words = (
-        "; ".join(
-            word
-            for word in (WON, MIXED, WORSE, NOTHING_BEAT_STATIC)
-            if word in said.lower()
-        )
-        or said
-    )
-    primary = [
-        replace(arms.gain(arm), what=f"{case}, {arm} minus static")
-        for case, arms in parts.items()
-        if not isinstance(arms, str)
-        for arm in ARMS
-        if not arms.is_static(arm)
+    sentence = verdict(effects(parts))
+    registered = (WON, MIXED, WORSE, NOTHING_BEAT_STATIC)
+    outcome = "; ".join(word for word in registered if word in sentence.lower())
+    outcome = outcome or sentence
+    dependent_arms = robustness(parts)
+    if dependent_arms:
+        outcome += f"; depends on the rule: {' and '.join(dependent_arms)}"
+    by_rule: tuple[tuple[str, str], ...] = ()
+    if not sentence.startswith("open: "):
+        by_rule = tuple(outcomes_by_rule(parts).items())
+
+    primary = []
+    for case, arms in parts.items():
+        if isinstance(arms, str):
+            continue
+        for arm in ARMS:
+            if not arms.is_static(arm):
+                description = f"{case}, {arm} minus static"
+                primary.append(replace(arms.gain(arm), description=description))
+    return [
+        Answer("H5", QUESTION_TEXT, tuple(primary), outcome=outcome, by_rule=by_rule)
     ]
-    if rules := robustness(parts):
-        words += f"; depends on the rule: {' and '.join(rules)}"
-    by_rule = (
-        () if said.startswith("open: ") else tuple(outcomes_by_rule(parts).items())
-    )
-    return [Answer("H5", ASKS, tuple(primary), word=words, by_rule=by_rule)]
 
 
 def summary(gains: pd.DataFrame) -> pd.DataFrame:
-    """Return ``effects`` for people."""
+    """Return a printable form of ``effects``."""
 
-    def shown(values: Iterable[float], form: str) -> list[str]:
-        return [form.format(x) if x == x else "–" for x in values]
+    def texts(column: str, template: str) -> list[str]:
+        return ["–" if pd.isna(x) else template.format(x) for x in gains[column]]
 
-    bitops = zip(
-        shown(gains["bitops"], "{:.3f}"),
-        shown(gains["bitops_per_op"], "{:.3f}"),
-        strict=True,
-    )
+    bitops = []
+    for paper, per_op in zip(
+        texts("bitops", "{:.3f}"), texts("bitops_per_op", "{:.3f}"), strict=True
+    ):
+        bitops.append("–" if paper == "–" else f"{paper}, {per_op}")
     cells = {
         "task": gains["case"],
         "arm": gains["arm"],
         "gain on static [95 %]": [
             _interval(r) if r.n else "–" for r in gains.itertuples()
         ],
-        "promised": shown(gains["promised"], "{:+.2f}"),
-        f"static {Q_MAX} on static": shown(gains["full"], "{:+.2f}"),
-        "BitOps of the whole model (paper, per_op)": [
-            "–" if a == "–" else f"{a}, {b}" for a, b in bitops
-        ],
-        "p": shown(gains["p"], "{:.2g}"),
-        "p (Holm)": shown(gains["adjusted"], "{:.2g}"),
+        "promised": texts("promised", "{:+.2f}"),
+        f"static {Q_MAX} on static": texts("full", "{:+.2f}"),
+        "BitOps of the whole model (paper, per_op)": bitops,
+        "p": texts("p", "{:.2g}"),
+        "p (Holm)": texts("adjusted", "{:.2g}"),
         "outcome": gains["word"],
-        "static judged at": shown(gains["opponent"], "{}"),
+        "static judged at": texts("opponent", "{}"),
         "seeds": gains["n"],
         "diverged or failed": gains["lost"],
     }
@@ -396,7 +411,7 @@ def summary(gains: pd.DataFrame) -> pd.DataFrame:
 
 
 def allocation_figure(gains: pd.DataFrame) -> Figure:
-    """Draw the schedules of every answered case of ``effects``, and their gains; ValueError when none is answered."""
+    """Draw the schedules of every answered case of ``effects``, and their gains; ValueError if no case is answered."""
     cases = [case for case in CASES if (gains["n"][gains["case"] == case] > 0).any()]
     if not cases:
         raise ValueError("no case of H5 is answered yet; all runs of one are needed")
@@ -408,10 +423,10 @@ def allocation_figure(gains: pd.DataFrame) -> Figure:
             specs = {spec.arm.split(" at ")[0]: spec for spec in allocated(case, [0])}
             for ax, arm in zip(row, ALLOCATED, strict=False):
                 _draw_bits(ax, specs[arm].schedule, CASES[case].bits)
-                ax.set_title(f"{case}: {arm}", fontsize=SMALL)
+                ax.set_title(f"{case}: {arm}", fontsize=SMALL_FONT_SIZE)
             _draw_gains(row[-1], gains[gains["case"] == case])
         for ax in axes[-1, :3]:
-            ax.set_xlabel("training step", fontsize=SMALL)
+            ax.set_xlabel("training step", fontsize=SMALL_FONT_SIZE)
         figure.suptitle(
             "Bits where they matter, at the cost of the static precision that is dashed",
             fontsize=10,
@@ -420,7 +435,7 @@ def allocation_figure(gains: pd.DataFrame) -> Figure:
 
 
 def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
-    """Draw the mean bits of a fortieth of the steps at a time, a line per group of layers."""
+    """Draw the mean bits over every fortieth of the steps, a line per group of layers."""
     parts = (
         schedule.parts
         if isinstance(schedule, LayeredSchedule)
@@ -438,35 +453,31 @@ def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
         low, low + (high - low) / (0.97 - 0.11 * len(parts))
     )  # names stand above all lines
     integer_ticks(ax.yaxis)
-    ax.tick_params(labelsize=SMALL)
-    ax.legend(fontsize=SMALL, loc="upper left")
+    ax.tick_params(labelsize=SMALL_FONT_SIZE)
+    ax.legend(fontsize=SMALL_FONT_SIZE, loc="upper left")
 
 
 def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
+    colors = {WINS: COLORS["small"], LOSES: COLORS["large"]}
     for y, r in zip(range(len(lines))[::-1], lines.itertuples(), strict=True):
-        color = (
-            COLORS["small"]
-            if r.word == WINS
-            else COLORS["large"]
-            if r.word == LOSES
-            else COLORS["static"]
-        )
+        color = colors.get(r.word, COLORS["static"])
         interval_bar(
             ax, y, (r.mean, r.low, r.high), color=color, markersize=4, capsize=3
         )
         ax.plot(r.promised, y, "x", color="#888888", markersize=5)
     ax.axvline(0, color="#888888", linewidth=0.8)
     ax.axvline(lines["full"].iloc[0], color="#888888", linewidth=0.8, linestyle=":")
-    ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=SMALL)
+    ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=SMALL_FONT_SIZE)
     ax.set_ylim(-0.6, len(lines) - 0.4)
     ax.set_title(
-        f"gain on static, {lines['unit'].iloc[0]} (x: promised)", fontsize=SMALL
+        f"gain on static, {lines['unit'].iloc[0]} (x: promised)",
+        fontsize=SMALL_FONT_SIZE,
     )
-    ax.tick_params(labelsize=SMALL)
+    ax.tick_params(labelsize=SMALL_FONT_SIZE)
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield what H5 came to, once all runs of a case are there."""
+    """Yield the results of H5, once all runs of a case are stored."""
     parts = cases(runs)
     gains = effects(parts)
     if not gains["n"].any():

@@ -1,1 +1,1 @@
-"""The paper's schedules on ladders of other number formats: H6."""
+"""H6: the paper's schedules on ladders of other number formats."""

@@ -1,1 +1,1 @@
-"""Where the next bit operation should go: gradients that pay for the forward pass, and time after that: H7 and H8."""
+"""H7 and H8: forward bits paid for by fewer gradient bits, and cycles at equal cost."""

@@ -1,4 +1,4 @@
-"""The runs of H7 and H8 in ``docs/preregistration.md``: gradients may pay for forward bits.  No torch.
+"""Runs of H7 and H8 in ``docs/preregistration.md``: fewer gradient bits may pay for forward bits.
 
 >>> [arm for arm in STUDY.arms(CASES["digits"]) if "cycle" not in arm]
 ['3/8', '4/8', '5/8', '4/5', '5/5', '6/5', '8/8']
@@ -6,15 +6,13 @@
 
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.studies.case import FACEBOOK, Case
-from cpt_lab.studies.h1_to_h4.arms import least_noisy
-from cpt_lab.studies.tuned import Tuned
+from cpt_lab.studies.h1_to_h4.arms import min_noise_schedule
+from cpt_lab.studies.tuned import TunedStudy
 
-Q_MAX, REDUCED_GRAD_BITS = (
-    8,
-    5,
-)  # gradient bits of the paper, and those of gradients that pay
-BUDGETS = (3, 4, 5)  # bits of the static precisions whose costs are spent
-CYCLED = (3, 4)  # of them, those that H8 has
+Q_MAX = 8  # gradient bits of the paper
+REDUCED_GRAD_BITS = 5  # the savings pay for one more forward bit
+BUDGETS = (3, 4, 5)  # bits of the static precisions whose costs are the budgets
+CYCLE_BUDGETS = (3, 4)  # budgets of H8
 
 CASES = {
     "characters": Case(
@@ -40,37 +38,40 @@ CASES = {
 }
 
 
-def paying_arm(bits: int) -> str:
-    """Return the arm that spends no more than ``bits``/8: a bit more forward, gradients of 5 bits."""
+def reduced_gradient_arm(bits: int) -> str:
+    """Return the arm that costs no more than ``bits``/8: one more forward bit, gradients of 5 bits."""
     return f"{bits + 1}/{REDUCED_GRAD_BITS}"
 
 
 def arms(case: Case) -> dict[str, tuple[Schedule, int]]:
-    """Return forward bits and gradient bits of every arm.
+    """Return (forward bits, gradient bits) of every arm.
 
     "4/5" is static 4 with gradients of 5 bits. A cycle is the least noisy of the suite's ten shapes, in two cycles,
     that starts one bit below static and costs what static does.
     """
     steps = case.recipe.steps
-    pairs = (
-        [(b, Q_MAX) for b in BUDGETS]
-        + [(b + 1, REDUCED_GRAD_BITS) for b in BUDGETS]
-        + [(Q_MAX, Q_MAX)]
-    )
-    found: dict[str, tuple[Schedule, int]] = {
-        f"{q}/{g}": (StaticSchedule(q, steps), g) for q, g in pairs
-    }
-    for q, g in [(4, Q_MAX), *((b + 1, REDUCED_GRAD_BITS) for b in CYCLED)]:
-        found[f"cycle at {q}/{g}"] = least_noisy(q, steps, g, lowest=q - 1), g
-    return found
+    static_pairs = [(bits, Q_MAX) for bits in BUDGETS]
+    static_pairs += [(bits + 1, REDUCED_GRAD_BITS) for bits in BUDGETS]
+    static_pairs.append((Q_MAX, Q_MAX))
+    cycle_pairs = [(4, Q_MAX)]
+    cycle_pairs += [(bits + 1, REDUCED_GRAD_BITS) for bits in CYCLE_BUDGETS]
+
+    arms_by_name: dict[str, tuple[Schedule, int]] = {}
+    for forward, gradient in static_pairs:
+        schedule = StaticSchedule(forward, steps)
+        arms_by_name[f"{forward}/{gradient}"] = (schedule, gradient)
+    for forward, gradient in cycle_pairs:
+        cycle = min_noise_schedule(forward, steps, gradient, lowest=forward - 1)
+        arms_by_name[f"cycle at {forward}/{gradient}"] = (cycle, gradient)
+    return arms_by_name
 
 
-STUDY = Tuned(
+STUDY = TunedStudy(
     "h7",
     "gradients that pay for forward bits",
     CASES,
     arms,
-    tuning=range(50, 53),
-    first=300,
+    tuning_seeds=range(50, 53),
+    first_seed=300,
 )
 GRIDS = STUDY.grids()
