@@ -13,8 +13,9 @@ import hashlib
 import inspect
 import json
 import re
+import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -127,11 +128,24 @@ def update_date(claim: Claim, timestamp: str) -> Claim:
     )
 
 
-def main() -> None:
-    """Rewrite the file, and print the claims that got a new date."""
+def update_fingerprint(claim: Claim) -> Claim:
+    """Return a claim with the fingerprint of its rule and an unchanged date: for renames that change no verdict."""
+    return replace(claim, rule=fingerprint(claim))
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Rewrite the file and print the changed lines; with ``--keep-dates`` the fingerprints alone are updated.
+
+    Keep the dates only after a refactoring with equal verdicts and effects before and after.
+    """
     timestamp = datetime.now(UTC).isoformat(timespec="seconds")
+    keep_dates = "--keep-dates" in arguments
     old_claims = claims.claims()
-    new_claims = [update_date(claim, timestamp) for claim in old_claims]
+    new_claims = []
+    for claim in old_claims:
+        new_claims.append(
+            update_fingerprint(claim) if keep_dates else update_date(claim, timestamp)
+        )
     lines = pd.DataFrame(map(asdict, new_claims))
     lines["margin"] = [
         f"{margin:g}" if margin or test in ("more", "no_worse", "equal") else ""
@@ -139,10 +153,10 @@ def main() -> None:
     ]
     write_csv(lines, paper_dir() / "claims.csv")
     changed = [b.id for a, b in zip(old_claims, new_claims, strict=True) if a != b]
-    print(
-        f"{len(changed)} of {len(new_claims)} rules dated {timestamp}: {', '.join(changed) or 'none has changed'}"
-    )
+    names = ", ".join(changed) or "none has changed"
+    action = "have a new fingerprint" if keep_dates else f"dated {timestamp}"
+    print(f"{len(changed)} of {len(new_claims)} rules {action}: {names}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

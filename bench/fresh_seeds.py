@@ -65,7 +65,10 @@ def main() -> None:
             "commits": sorted(commit for commit, _ in sources),
             "data_checksum": sorted({row["data_checksum"] for row in rows}),
             "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
-            "effects": {one.replication.description: list(one.replication.values) for one in effects},
+            "effects": {
+                one.replication.description: list(one.replication.values)
+                for one in effects
+            },
         }
     write_text(
         path,
