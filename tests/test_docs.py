@@ -367,7 +367,7 @@ def test_readme_says_what_was_learnt_in_one_sentence():
     assert learnt.count(". ") == 0
     assert "(docs/reproducing/questions.md)" in learnt
     assert (
-        "no cyclic schedule beat static bits of its cost by the margin"
+        "no cyclic schedule beat static bits of equal cost by the margin"
         in report.HEADLINE
     )
     assert not re.search(r"\bH\d", page("README.md"))
