@@ -1,19 +1,24 @@
-"""What training costs in bit operations (BitOps).  Paper: section 4.1.
+"""Cost of training in bit operations (BitOps).  Paper: section 4.1.
 
-The problem: the cost of a run is to be known before it runs (``count_bitops``), while it runs (``BitOpsLedger``), and
-operations that were not quantised are to be found (``check``). All three have to agree.
+The problem: the cost of a run must be known before it runs (``count_bitops``) and while it runs (``BitOpsLedger``), and
+operations that were not quantised must be found (``check``). The three must agree.
 
-The design: work is counted where it runs. The mode that quantises operations, ``quantization.op_interception``, also
-reports them as ``Operation``: layer, multiply-accumulates, gradients. ``counting`` listens to it, and lets it run over
-a model that is not converted; ``functions`` adds what only counts, such as normalisations. A ``Tally`` sums up
+The unit is one float32 multiply-accumulate (MAC). A matmul of operands with a and b bits costs MACs * a * b / 32**2. A
+training step of a layer has three: forward, input gradient (dgrad) and weight gradient (wgrad).
 
-    (layer, pass, format a, format b) -> MACs
+The design: operations are counted where they run. The function mode that quantises them also reports each one as an
+``Operation``: its layer, MACs, and which gradients are computed.
 
-and all prices are functions of it: BitOps here, others in ``formats``. ``conventions`` says which operations a
-convention prices. The plan runs a copy of the model on shapes alone, see ``shadow``.
+- counting.py: ``report_operations`` receives these reports, also from a model that is not converted.
+- functions.py: counters of functions that are counted but not quantised, such as normalisation.
+- tally.py: a ``Tally`` sums up (layer, pass, format a, format b) -> MACs, from which every price is computed: BitOps
+  here, bytes and other costs in ``cpt_extras.formats``.
+- conventions.py: the operations and passes that "paper" and "per_op" price.
+- plan.py: ``count_bitops`` runs a copy of the model once on shapes alone (shadow.py) and prices a whole schedule.
+- summary.py: what is quantised in a model and what is not, with the reason.
 
-The trade-offs: what no function mode sees, such as compiled code or an operation of another library, is not counted;
-``check`` finds it.
+The trade-offs: counting needs no formula per layer and works for any model, but operations that no function mode
+receives, such as compiled code or kernels of another library, are not counted; ``check`` finds them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,11 @@
-"""Conventions of pricing: which operations of a training step are priced, which of their passes, at which bits.
+"""Pricing conventions: the operations of a training step, the passes and the bits that are priced.
 
-- "per_op" prices what runs. What is quantised costs its bits, the rest 32, and only gradients that are computed cost
-  anything (the first layer, for example, needs no input gradient);
-- "paper" is the authors': three passes of every layer that their counters know, BatchNorm, LayerNorm, the gates of
-  LSTMs and the upsampling of feature pyramids among them, at the bits of the step, also of layers that run in float32.
-  They do not see matmuls outside of layers, such as both of attention, nor sums over neighbours, nor what is computed
-  again in the backward pass.
+- "per_op" prices the operations that run: quantised ones at their bits, all others at 32, and only gradients that are
+  computed (the first layer, for example, needs no input gradient).
+- "paper" is the authors' convention: three passes of every layer that their counters know, at the bits of the step,
+  also of layers that run in float32. It includes BatchNorm, LayerNorm, the gates of LSTMs and the upsampling of feature
+  pyramids. It excludes matmuls outside of layers, such as both of attention, sums over neighbours, and operations that
+  the backward pass recomputes.
 """
 
 from __future__ import annotations
@@ -23,24 +23,20 @@ PASS_OPERANDS = {
     "weight": ("weight_gradient", "activation"),
 }
 
-# parts of a layer that are priced by themselves
-AGGREGATION, GATES, NORM, PRODUCTS, UPSAMPLING = (
-    "aggregation",
-    "gates",
-    "norm",
-    "products",
-    "upsampling",
-)
+# kinds of work besides the matmul or convolution of a layer, values of ``Operation.part``
+AGGREGATION = "aggregation"
+GATES = "gates"
+NORM = "norm"
+PRODUCTS = "products"  # matmuls outside of layers, such as those of attention
+UPSAMPLING = "upsampling"
 UNPRICED_PARTS = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}
 
 
 def row_name(operation: Operation) -> str:
-    """Return the name of an operation in tables: that of its layer, with its part."""
-    return (
-        operation.layer
-        if operation.part in ("", NORM)
-        else f"{operation.layer} ({operation.part})".lstrip()
-    )
+    """Return the name of an operation in tables: its layer and, in brackets, the kind of work."""
+    if operation.part in ("", NORM):
+        return operation.layer
+    return f"{operation.layer} ({operation.part})".lstrip()
 
 
 def is_matmul(operation: Operation) -> bool:

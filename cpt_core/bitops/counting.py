@@ -1,6 +1,8 @@
-"""Counting while a model runs: every operation of a step, and when its gradient arrives.
+"""Counting of operations while a model runs, and of the gradients that arrive at them.
 
-The mode of a converted model reports its operations. A model that is not converted gets one that rounds nothing.
+``report_operations`` passes every operation of a model to a callback.  The mode of a converted model reports its
+operations itself; a model that is not converted gets a ``CountingMode``, which rounds nothing.  ``copy_inputs`` copies
+the arguments of a forward pass, on the ``meta`` device if only shapes matter.
 """
 
 from __future__ import annotations
@@ -31,8 +33,7 @@ from cpt_core.quantization.op_interception import (
 )
 from cpt_core.quantization.precision import LayerPrecision
 
-# layers that the authors' counters know, and the functions that they compute; one with a forward of its own is no
-# layer, but what runs in it
+# function -> layer class that the authors' counters know; a subclass that overrides forward does not count as a layer
 KNOWN_LAYERS = {
     "linear": nn.Linear,
     "conv1d": nn.Conv1d,
@@ -41,10 +42,9 @@ KNOWN_LAYERS = {
     "lstm": nn.LSTM,
 }
 
-MAX_DEPTH = (
-    6  # of objects in an argument of a forward pass that are looked into for tensors
-)
-# called with every operation; returns what to call when its gradient arrives
+# depth of nested objects in a forward argument that are searched for tensors
+MAX_DEPTH = 6
+# callback for every operation, which returns a callback for the arrival of its gradient, or None
 Report = Callable[[Operation], Callable[[], None] | None]
 
 
@@ -78,10 +78,8 @@ def report_operations(
                 not isinstance(module, (torch.jit.ScriptModule, LayerPrecision))
                 and name not in skipped
             ):
-                enter, leave = (
-                    partial(_enter, _interception(mode, name, module)),
-                    partial(_leave, mode),
-                )
+                enter = partial(_enter, _interception(mode, name, module))
+                leave = partial(_leave, mode)
                 undo.enter_context(
                     module.register_forward_pre_hook(enter, prepend=True)
                 )
@@ -97,14 +95,16 @@ def _interception(mode: QuantizedOpsMode, name: str, module: nn.Module) -> Inter
 
 
 def _enter(interception: Interception, module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of modules without one of the mode: inside a converted module only the name changes."""
+    """Push a module that has no interception of its own (forward pre-hook).
+
+    Inside a converted module it uses the interception of that module, with its own name.
+    """
     mode = interception.mode
-    if mode.on_operation is None:  # in a copy of a model that is counted
+    if mode.on_operation is None:  # the hook of a counted model, in a copy of the model
         return
-    if mode.running.stack and mode.running.stack[-1].interception.precision is not None:
-        interception = mode.running.stack[-1].interception._replace(
-            name=interception.name
-        )
+    stack = mode.running.stack
+    if stack and stack[-1].interception.precision is not None:
+        interception = stack[-1].interception._replace(name=interception.name)
     mode.enter(module, interception)
 
 
@@ -113,7 +113,7 @@ def _leave(mode: QuantizedOpsMode, module: nn.Module, args: Any, output: Any) ->
 
 
 def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
-    """Let operations have the name of a module in this model, which may be part of the converted one, or around it."""
+    """Use the module name of this model in reports; it may be part of the converted model, or contain it."""
     interception: Interception = getattr(module, HOOK)
     if interception.name != name:
         interception.mode.owners.clear()
@@ -123,7 +123,7 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
 
 
 class CountingMode(interception_mode_class()):  # type: ignore[misc]
-    """The mode of a model that is not converted: its handlers round nothing."""
+    """Function mode of a model that is not converted, whose handlers round nothing."""
 
     root: nn.Module
 
@@ -138,7 +138,7 @@ class CountingMode(interception_mode_class()):  # type: ignore[misc]
 
 
 class _Reporter:
-    """Calls a ``Report`` for the operations of a model, and what that returns when their gradients arrive."""
+    """Callback for operations that calls a ``Report``, and its result when the gradient arrives."""
 
     def __init__(
         self, mode: QuantizedOpsMode, modules: Mapping[str, nn.Module], report: Report
@@ -150,14 +150,14 @@ class _Reporter:
     def __call__(self, operation: Operation, output: Any) -> None:
         if self.outer_report is not None:
             self.outer_report(operation, output)
+        # operations may run in a part of the converted model that is not counted
         if not any(id(entry.module) in self.ids for entry in self.mode.running.stack):
-            return  # it runs in another part of the converted model
+            return
         on_gradient = self.report(self._with_owner(operation))
         if on_gradient is None:
             return
-        backward_passes = set[
-            int
-        ]()  # each counts once, whichever of several outputs its gradient comes through
+        # a gradient that arrives through several outputs counts once per backward pass
+        backward_passes = set[int]()
 
         def hook(gradient: Tensor) -> None:
             current = torch._C._current_graph_task_id()
@@ -174,9 +174,11 @@ class _Reporter:
         part = operation.part
         if part == "" and not _is_known_layer(module, operation.function):
             part = PRODUCTS
+
         is_converted = module is not None and precision_of(module) is not None
-        is_layer = part in ("", NORM) and not is_converted
-        owner = operation.layer if is_layer or operation.precision is not None else None
+        is_float_layer = part in ("", NORM) and not is_converted
+        has_bits = is_float_layer or operation.precision is not None
+        owner = operation.layer if has_bits else None
         return operation._replace(part=part, owner=owner)
 
 
@@ -200,10 +202,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def copy_inputs(value: Any, on_meta: bool, memo: dict[int, Any]) -> Any:
-    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for.
+    """Return a copy of the arguments of a forward pass.
 
-    No gradient passes from a copied tensor to the graph of the given one. Other objects are copied as far as they hold
-    tensors, such as the cache of a language model. ``memo``: id of a tensor or object -> what stands for it.
+    Copied tensors are detached from the autograd graph. Other objects are copied if they hold tensors, such as the
+    cache of a language model.
+
+    Args:
+        value: tensor, container or object.
+        on_meta: whether to copy to the ``meta`` device.
+        memo: id of a tensor or object -> its copy.
     """
     if id(value) in memo:
         return memo[id(value)]
@@ -214,41 +221,46 @@ def copy_inputs(value: Any, on_meta: bool, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     copied = partial(copy_inputs, on_meta=on_meta, memo=memo)
     if isinstance(value, (tuple, list, dict)):
-        return _copy_of_container(value, copied)
-    if isinstance(
-        value, Graph
-    ):  # the edges stay where they are: only their numbers matter
+        return _copy_container(value, copied)
+    if isinstance(value, Graph):
+        # only numbers of edges matter, so that the edges are not copied
         shadow, constant = copy.copy(value), value.constant
         return shadow.set_constant(None if constant is None else copied(constant))
-    memo[id(value)] = value  # an attribute may lead back
-    if hasattr(
-        value, "local_var"
-    ):  # a graph of DGL, whose structure is no Python object
-        memo[id(value)] = value if on_meta else _copy_of_dgl_graph(value, copied)
+    memo[id(value)] = value  # attributes may refer back to it
+    # a graph of DGL, whose structure is not a Python object
+    if hasattr(value, "local_var"):
+        memo[id(value)] = value if on_meta else _copy_dgl_graph(value, copied)
     elif _holds_tensors(value, depth=MAX_DEPTH):
         memo[id(value)] = shallow = copy.copy(value)
         vars(shallow).update({name: copied(part) for name, part in vars(value).items()})
     return memo[id(value)]
 
 
-def _copy_of_container(value: Any, copied: Callable[[Any], Any]) -> Any:
-    if isinstance(value, PackedSequence):  # its sizes stay on the CPU
-        data, sizes, *order = value
+def _copy_container(value: Any, copied: Callable[[Any], Any]) -> Any:
+    if isinstance(value, PackedSequence):
+        data, sizes, *order = value  # the sizes must stay on the CPU
         return PackedSequence(copied(data), sizes, *copied(order))
-    if not isinstance(value, dict):
-        return getattr(value, "_make", type(value))(copied(v) for v in value)
-    shallow = {} if type(value) is dict else copy.copy(value)
-    shallow.update({k: copied(v) for k, v in value.items()})
-    return shallow
+
+    if isinstance(value, dict):
+        shallow_copy = {} if type(value) is dict else copy.copy(value)
+        shallow_copy.update({key: copied(element) for key, element in value.items()})
+        return shallow_copy
+
+    make = getattr(value, "_make", type(value))  # named tuples have _make
+    return make(copied(element) for element in value)
 
 
-def _copy_of_dgl_graph(graph: Any, copied: Callable[[Any], Any]) -> Any:
-    shallow = graph.local_var()
-    frames = [shallow.nodes[kind].data for kind in graph.ntypes]
-    frames += [shallow.edges[kind].data for kind in graph.canonical_etypes]
+def _copy_dgl_graph(graph: Any, copied: Callable[[Any], Any]) -> Any:
+    shallow_copy = graph.local_var()
+    frames = []
+    for node_type in graph.ntypes:
+        frames.append(shallow_copy.nodes[node_type].data)
+    for edge_type in graph.canonical_etypes:
+        frames.append(shallow_copy.edges[edge_type].data)
+
     for frame in frames:
         frame.update({name: copied(features) for name, features in frame.items()})
-    return shallow
+    return shallow_copy
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
@@ -267,5 +279,5 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def detached_copy(tensor: Tensor, on_meta: bool) -> Tensor:
-    """Return a copy of a tensor that no gradient passes."""
+    """Return a copy of a tensor without autograd history."""
     return tensor.detach().to("meta") if on_meta else tensor.detach().clone()

@@ -1,6 +1,7 @@
-"""Counted work of layers, by pass and formats of the operands, and its BitOps.
+"""Tally of counted work: MACs by layer, pass and formats of the operands, and their BitOps.
 
-A format is the bits of a uniform grid, 32 for float32, or a number format, which has ``bits``. No torch here.
+A format is the bits of a uniform grid, 32 for float32, or a number format, which has an attribute ``bits``. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from cpt_core.schedules.schedule import RoleLevels
 if TYPE_CHECKING:
     from cpt_core.quantization.op_interception import Operation
 
-Formats = RoleLevels  # the format of every role
+MAX_LISTED_LAYERS = 3
+Formats = RoleLevels  # one format per role
 IN_FLOAT32 = Formats(FULL_PRECISION, FULL_PRECISION, FULL_PRECISION, FULL_PRECISION)
 
 
 class CountedPass(NamedTuple):
-    """A pass of a layer: its name in ``PASS_OPERANDS``, and the formats of both operands."""
+    """Pass of a layer with operands of given formats, the key of a tally.
+
+    Attributes:
+        layer: name of the layer.
+        name: name of the pass in ``PASS_OPERANDS``.
+        first: format of the first operand.
+        second: format of the second operand.
+    """
 
     layer: str
     name: str
@@ -31,24 +40,28 @@ class CountedPass(NamedTuple):
 
     @property
     def squared_bits(self) -> int:
-        """The product of the bits of both operands."""
+        """Product of the bits of both operands."""
         return bits_of(self.first) * bits_of(self.second)
 
 
 @dataclass
 class ForwardMacs:
-    """MACs of the matmuls and convolutions of forward passes by layer: the one definition of shares.
+    """Forward MACs of matmuls and convolutions by layer, quantised and in float32.
 
-    ``check``, ``summary``, ``count_bitops`` and ``BitOpsLedger`` say with it what share of a model runs quantised. Left
-    out is what no layer rounds, although it has a price: normalisation, the gates of LSTMs, upsampling, and sums over
-    neighbours.
+    ``check``, ``summary``, ``count_bitops`` and ``BitOpsLedger`` all compute the quantised share of a model with it.
+    Normalisation, the gates of LSTMs, upsampling and sums over neighbours have a price but are never quantised, and are
+    not included.
+
+    Attributes:
+        quantized: layer -> MACs that run quantised.
+        float32: layer -> MACs that run in float32.
     """
 
     quantized: Counter[str] = field(default_factory=Counter)
     float32: Counter[str] = field(default_factory=Counter)
 
     def add(self, layer: str, macs: int, is_quantized: bool) -> None:
-        """Add an operation of a layer; ``is_quantized``: both of its operands."""
+        """Add an operation of a layer; ``is_quantized``: whether both operands are quantised."""
         counter = self.quantized if is_quantized else self.float32
         counter[layer] += macs
 
@@ -59,11 +72,11 @@ class ForwardMacs:
 
     @property
     def quantized_share(self) -> float:
-        """The share of all MACs that runs quantised; 1 where there are none."""
+        """Share of the MACs that run quantised; 1 if there are no MACs."""
         return self.quantized.total() / self.total if self.total else 1.0
 
     def float32_shares(self) -> dict[str, float]:
-        """Return layer -> its share of all MACs, of those that run in float32."""
+        """Return layer -> share of the model's MACs that runs in float32 in it."""
         return {
             layer: macs / self.total for layer, macs in self.float32.items() if macs
         }
@@ -71,7 +84,13 @@ class ForwardMacs:
 
 @dataclass
 class Tally:
-    """Sums over operations, exact integers: MACs, and for other prices than BitOps ``Operation.elements``."""
+    """Sums over operations as exact integers.
+
+    Attributes:
+        macs: MACs of every pass.
+        elements: sums of ``Operation.elements``, for prices other than BitOps.
+        forward: forward MACs by layer.
+    """
 
     macs: Counter[CountedPass] = field(default_factory=Counter)
     elements: dict[CountedPass, tuple[int, ...]] = field(default_factory=dict)
@@ -84,69 +103,79 @@ class Tally:
         formats: Formats,
         times: int = 1,
     ) -> None:
-        """Add passes of an operation."""
+        """Add passes of an operation, ``times`` times."""
         for name in passes:
             first, second = (getattr(formats, role) for role in PASS_OPERANDS[name])
-            counted = CountedPass(row_name(operation), name, first, second)
-            self.macs[counted] += times * operation.macs
+            key = CountedPass(row_name(operation), name, first, second)
+            macs = times * operation.macs
+            self.macs[key] += macs
             if name == "forward" and is_matmul(operation):
-                self.forward.add(
-                    counted.layer,
-                    times * operation.macs,
-                    FULL_PRECISION not in (first, second),
-                )
-            before = self.elements.get(counted, (0, 0, 0))
-            self.elements[counted] = tuple(
-                n + times * m for n, m in zip(before, operation.elements, strict=True)
+                is_quantized = FULL_PRECISION not in (first, second)
+                self.forward.add(key.layer, macs, is_quantized)
+            former = self.elements.get(key, (0, 0, 0))
+            self.elements[key] = tuple(
+                total + times * count
+                for total, count in zip(former, operation.elements, strict=True)
             )
 
     def total(self) -> float:
         """Return the BitOps of all passes."""
-        return (
-            sum(macs * counted.squared_bits for counted, macs in self.macs.items())
-            / FULL_PRECISION**2
-        )
+        squared_bits = sum(macs * key.squared_bits for key, macs in self.macs.items())
+        return squared_bits / FULL_PRECISION**2
 
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs."""
         by_layer: dict[str, Counter[str]] = {}
-        for counted, macs in self.macs.items():
-            by_layer.setdefault(counted.layer, Counter())[counted.name] += (
-                macs * counted.squared_bits
-            )
+        for key, macs in self.macs.items():
+            passes = by_layer.setdefault(key.layer, Counter())
+            passes[key.name] += macs * key.squared_bits
         return by_layer
 
 
 def bits_of(format: Any) -> int:
-    """Return the bits of an element."""
+    """Return the bits of an element of a format."""
     return format if isinstance(format, int) else format.bits
 
 
 def widest(formats: Iterable[Formats]) -> Formats:
-    """Return the formats of most bits, role by role."""
-    distinct = dict.fromkeys(formats)  # of many layers, often one
+    """Return the format with most bits, role by role."""
+    distinct = dict.fromkeys(formats)  # many layers often have the same formats
     return Formats(*(max(role, key=bits_of) for role in zip(*distinct, strict=True)))
 
 
 def describe_float32(shares: Mapping[str, float], where: str = "float32") -> str:
-    """Return in words which ``ForwardMacs`` run in float32, and where; ``where`` has all layers."""
+    """Return a sentence with the share of forward MACs in float32 and its largest layers.
+
+    ``where``: name of the attribute that holds the shares of all layers.
+    """
     if not shares:
         return "all matmuls and convolutions run quantised"
-    share, named = f"{sum(shares.values()):.1%}", largest_layers(shares, ".1%", where)
-    return f"{share} of the forward MACs of matmuls and convolutions run in float32: {named}"
+    share = f"{sum(shares.values()):.1%}"
+    layers = largest_layers(shares, ".1%", where)
+    return f"{share} of the forward MACs of matmuls and convolutions run in float32: {layers}"
 
 
 def largest_layers(by_layer: Mapping[str, float], form: str, where: str) -> str:
-    """Name the three layers with the largest numbers; ``where`` has the others."""
-    largest = sorted(by_layer, key=lambda layer: -by_layer[layer])
-    named = [f"{_in_words(layer)} {by_layer[layer]:{form}}" for layer in largest[:3]]
-    if len(largest) > 3:
-        named.append(f"{len(largest) - 3} more in .{where}")
-    return ", ".join(named)
+    """Return the three layers with the largest values as text.
+
+    Args:
+        by_layer: layer -> value.
+        form: format specification of a value.
+        where: name of the attribute that holds all layers.
+    """
+    layers = sorted(by_layer, key=lambda layer: -by_layer[layer])
+    descriptions = []
+    for layer in layers[:MAX_LISTED_LAYERS]:
+        descriptions.append(f"{_display_name(layer)} {by_layer[layer]:{form}}")
+    num_omitted = len(layers) - len(descriptions)
+    if num_omitted:
+        descriptions.append(f"{num_omitted} more in .{where}")
+    return ", ".join(descriptions)
 
 
-def _in_words(layer: str) -> str:
-    """Return the name of a layer, which may be a number as in ``nn.Sequential``, so that no one reads it as one."""
+def _display_name(layer: str) -> str:
+    """Return the name of a layer for a sentence: "layer 0" for the first of an ``nn.Sequential``."""
     if not layer:
         return "(model)"
-    return f"layer {layer}" if layer.replace(".", "").isdigit() else layer
+    is_number = layer.replace(".", "").isdigit()
+    return f"layer {layer}" if is_number else layer

@@ -115,7 +115,7 @@ class _QuantizeGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_autocast_enabled(gradient.device.type):
             warnings.warn(
-                "backward() runs under autocast, which rounds quantised matmuls once more; "
+                "backward() runs under autocast, which rounds quantised products once more; "
                 "call it outside of the autocast block",
                 stacklevel=2,
             )

@@ -1,12 +1,12 @@
-"""Which axis of a tensor holds features: the last one, until a function of torch moves it.
+"""Feature axis of tensors: the last axis, until a torch function moves it.
 
 A range runs along features, never over tokens. Of two activations that are multiplied, shapes alone do not tell which
-axis is which: keys (features, tokens) look like values (tokens, features). The mode of a model sees every function, so
-it follows the features through transpositions, and through functions that keep the shape, such as copies. How a tensor
-lies in memory plays no part.
+axis is which: keys (features, tokens) look like values (tokens, features). The mode of a model receives every torch
+function, so ``FeatureAxes`` tracks the features through transpositions, and through functions that keep the shape, such
+as copies. The memory layout of a tensor has no influence.
 
-The place is an attribute of the tensor, which compilers cannot follow. In compiled code the order in memory tells. It
-says the same of views; not of copies, and of features that a convolution puts first.
+The position is an attribute of the tensor, which compilers cannot trace. In compiled code it is inferred from the
+strides, which gives the same answer for views, but not for copies and for features that a convolution puts first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ATTRIBUTE = "_feature_dim"  # of tensors whose features are not in the last dimension: the dimension, from the end
+# attribute of tensors whose features are not in the last dimension: the dimension, counted from the end
+ATTRIBUTE = "_feature_dim"
 
 
 class FeatureAxes:
-    """The places of features of the tensors of one running model.
+    """Positions of the feature axes of the tensors of one running model.
 
     Attributes:
         has_moved: whether the features of any tensor are not in its last dimension.
@@ -31,7 +32,7 @@ class FeatureAxes:
         self.has_moved = False
 
     def clear(self) -> None:
-        """Look for moved features no longer, when the model has run."""
+        """Stop tracking after the model has run."""
         self.has_moved = False
 
     def dim(self, x: Tensor) -> int:
@@ -42,7 +43,7 @@ class FeatureAxes:
         return getattr(x, ATTRIBUTE, -1)
 
     def mark(self, x: Tensor, dim: int) -> None:
-        """Note the dimension of a tensor's features, counted from the end."""
+        """Record the dimension of a tensor's features, counted from the end."""
         if not torch.compiler.is_compiling():
             self.has_moved = True
             setattr(x, ATTRIBUTE, dim)
@@ -50,30 +51,33 @@ class FeatureAxes:
     def follow(
         self, function: Any, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Note where the features of a function's output are."""
+        """Record the feature axes of the output of a function."""
         if torch.compiler.is_compiling():
             return
         source = args[0] if args else None
-        if isinstance(source, (list, tuple)) and source:  # of tensors that are joined
+        if (
+            isinstance(source, (list, tuple)) and source
+        ):  # tensors to concatenate or stack
             source = source[0]
         if not isinstance(source, Tensor):
             return
-        place = self.dim(source)
+        dim = self.dim(source)
         if function in MOVES and source.dim():
             order = MOVES[function](source.dim(), args[1:], kwargs)
-            place = order.index(place % source.dim()) - source.dim()
-            if place != -1:
-                self.mark(output, place)
+            dim = order.index(dim % source.dim()) - source.dim()
+            if dim != -1:
+                self.mark(output, dim)
             return
-        if place != -2:
+        if dim != -2:
             return
-        for x in output if isinstance(output, (list, tuple)) else (output,):
+        outputs = output if isinstance(output, (list, tuple)) else (output,)
+        for x in outputs:
             if isinstance(x, Tensor) and _keeps_axes(source, x):
-                self.mark(x, place)
+                self.mark(x, dim)
 
 
 def _keeps_axes(source: Tensor, output: Tensor) -> bool:
-    """Return whether a function leaves positions last: copies, parts, joined parts and heads of features do."""
+    """Return whether ``output`` has its axes in the order of ``source``, as copies, slices and concatenations do."""
     if output.dim() < 2:
         return False
     is_joined = source.dim() == output.dim() and source.shape[-2] == output.shape[-2]
@@ -87,32 +91,33 @@ def _exchanged(dims: int, first: int, second: int) -> list[int]:
 
 
 def _transposed(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Return the order of dimensions behind ``transpose(dim0, dim1)``, however they are given."""
+    """Return the order of dimensions after ``transpose(dim0, dim1)``, with positional or keyword arguments."""
     first, second = [*args, *kwargs.values()]
     return _exchanged(dims, first, second)
 
 
 def _permuted(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Return the order of dimensions behind ``permute(dims)``, or ``permute(*dims)``."""
-    given = [*args, *kwargs.values()]
-    places = given[0] if isinstance(given[0], (list, tuple)) else given
-    return [place % dims for place in places]
+    """Return the order of dimensions after ``permute(dims)``, or ``permute(*dims)``."""
+    arguments = [*args, *kwargs.values()]
+    is_sequence = isinstance(arguments[0], (list, tuple))
+    order = arguments[0] if is_sequence else arguments
+    return [dim % dims for dim in order]
 
 
 def _reversed(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Return the order of dimensions behind ``.T`` and ``t()``."""
+    """Return the order of dimensions after ``.T`` and ``t()``."""
     return list(range(dims))[::-1]
 
 
 def _matrix_transposed(
     dims: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[int]:
-    """Return the order of dimensions behind ``.mT``."""
+    """Return the order of dimensions after ``.mT``."""
     return _exchanged(dims, -1, -2)
 
 
 Order = Callable[[int, Sequence[Any], dict[str, Any]], list[int]]
-# function -> the order of dimensions: of how many, and its arguments behind the tensor
+# torch function -> (number of dimensions, arguments after the tensor) -> order of dimensions of its output
 MOVES: dict[Any, Order] = {
     Tensor.transpose: _transposed,
     torch.transpose: _transposed,

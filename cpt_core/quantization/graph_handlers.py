@@ -2,8 +2,8 @@
 
 The layers are those of ``cpt_core.graphs``, and others that are registered in ``GRAPH_LAYERS``. Roles: "graph_input"
 (one range per node), "graph_weight", "bias", "graph_grad", and with Q-Agg "graph_aggregation". FP-Agg keeps the sum
-over neighbours in float32; Q-Agg rounds what enters it, and the gradient behind it. What the degrees have scaled is
-rounded once more before the bias is added, as the authors do.
+over neighbours in float32; Q-Agg rounds its operand and its output gradient. Features scaled by the degrees are rounded
+again before the bias is added, as the authors do.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from cpt_core.quantization.precision import LayerPrecision, in_float32
 
 
 class GraphLayer(NamedTuple):
-    """How a class of graph convolutions is converted.
+    """Conversion of a class of graph convolutions.
 
     Attributes:
-        has_parts: whether its child modules are parts of it, never converted by themselves.
+        has_parts: whether its child modules are parts of it and not converted separately.
         float32_reason: module -> why it is not converted as a graph convolution, or "".
-        forward: ``forward(module, *args)``, which runs instead of its own while it is converted; None for its own.
+        forward: ``forward(module, *args)``, which replaces the module's forward while it is converted; None keeps it.
     """
 
     has_parts: bool = False
@@ -41,7 +41,7 @@ class GraphLayer(NamedTuple):
     forward: Callable[..., Tensor] | None = None
 
     def replace_forward(self, module: nn.Module) -> None:
-        """Let a graph convolution of another library run its quantised forward."""
+        """Install the quantised forward of a graph convolution of another library."""
         if self.forward is not None:
             vars(module)["forward"] = partial(self.forward, module)
 
@@ -58,30 +58,38 @@ GRAPH_LAYERS: dict[type[nn.Module], GraphLayer] = {
 
 
 def graph_layer_of(module: nn.Module, is_convertible: bool = True) -> GraphLayer | None:
-    """Return how a graph convolution is converted; None for others and, where it must be, for one that cannot be."""
+    """Return the conversion of a graph convolution; None for other modules.
+
+    With ``is_convertible``, also None for a graph convolution that cannot be converted.
+    """
     kinds = [
         kind
         for kind in type(module).__mro__
         if kind in GRAPH_LAYERS and type(module).forward is kind.forward
     ]
     layer = GRAPH_LAYERS[kinds[0]] if kinds else None
-    replaced = vars(module).get("forward")
-    if layer is None or (
-        replaced is not None and getattr(replaced, "func", None) is not layer.forward
+    if layer is None:
+        return None
+    replacement = vars(module).get("forward")
+    if (
+        replacement is not None
+        and getattr(replacement, "func", None) is not layer.forward
     ):
         return None
-    return None if is_convertible and layer.float32_reason(module) else layer
+    if is_convertible and layer.float32_reason(module):
+        return None
+    return layer
 
 
 class GraphOperand(NamedTuple):
-    """The operation of a graph convolution that runs, for executors.
+    """Options of an operation of a graph convolution, for executors.
 
     Attributes:
-        graph: whose edges or degrees it uses.
-        x: the operand before it was scaled: constant features, perhaps.
-        out_exponent: of the out-degrees that have scaled it.
-        is_transposed: of a projection, whether the weight is (O, I).
-        reduce: of a sum over neighbours.
+        graph: graph with the edges and degrees.
+        x: operand before it was scaled by degrees, perhaps constant features.
+        out_exponent: exponent of the out-degrees in the scale.
+        is_transposed: whether the weight of a projection is (O, I).
+        reduce: "sum" or "mean", for a sum over neighbours.
     """
 
     graph: Graph
@@ -104,7 +112,7 @@ class GraphHandlers:
         out_exponent: float = 0.0,
         is_transposed: bool = False,
     ) -> Tensor:
-        """Quantise a projection: a range per node, and one per row of the weight."""
+        """Return a quantised projection: one range per node, one per row of the weight."""
         layer = mode.running.stack[-1].interception
         scale = degree_scale(graph, "out", out_exponent, x)
         if layer.kind != "graph":
@@ -143,7 +151,7 @@ class GraphHandlers:
         out_exponent: float = 0.0,
         reduce: str = "sum",
     ) -> Tensor:
-        """Quantise a sum over neighbours in Q-Agg; what is computed of constant features is cached per bit width."""
+        """Return a sum over neighbours, quantised in Q-Agg; sums of constant features are cached per bit width."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
         if (
@@ -154,11 +162,9 @@ class GraphHandlers:
             layer, precision = layer._replace(precision=None), None
 
         def compute(x: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-            return (
-                function(graph, x, out_exponent, reduce)
-                if precision is None
-                else graph.aggregate(x, reduce)
-            )
+            if precision is None:
+                return function(graph, x, out_exponent, reduce)
+            return graph.aggregate(x, reduce)  # x is scaled already
 
         def macs(x: Tensor, indices: Tensor, output: Tensor) -> int:
             return indices.numel() * x.shape[1]
@@ -202,16 +208,15 @@ class GraphHandlers:
         in_exponent: float = 0.0,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Quantise both terms of the addition of a bias, and the gradient behind it."""
+        """Return features plus bias, both quantised, with a quantised output gradient."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
         if precision is None or layer.kind != "graph" or bias is None:
             return function(graph, h, in_exponent, bias)
         scaled = scale_rows(h, degree_scale(graph, "in", in_exponent, h))
-        total = precision.quantize_operand(
-            "input", scaled
-        ) + precision.quantize_operand("bias", bias)
-        return precision.gradient("grad", total)
+        rounded = precision.quantize_operand("input", scaled)
+        rounded_bias = precision.quantize_operand("bias", bias)
+        return precision.gradient("grad", rounded + rounded_bias)
 
     def scaled_operand(
         self,
@@ -220,45 +225,36 @@ class GraphHandlers:
         x: Tensor,
         scale: Tensor | None,
     ) -> tuple[Tensor, str | None]:
-        """Return ``x * scale``, and the role in which it is still to be rounded."""
+        """Return ``x * scale`` and its role; a subclass that rounds it returns the role None."""
         return scale_rows(x, scale), role
 
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         """Return x (N, I) times a weight."""
         operators = fake_quantize.operators
-        return (
-            operators.linear(x, weight)
-            if is_transposed
-            else operators.matmul(x, weight)
-        )
+        multiply = operators.linear if is_transposed else operators.matmul
+        return multiply(x, weight)
 
     def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
-        """Run an operation by ``mode.run``, with its arguments."""
+        """Return the result of ``mode.run``; a subclass may change its arguments."""
         return mode.run(*args, **options)
 
     def register(self) -> None:
-        """Let these handlers run instead of the functions."""
+        """Register these handlers for the functions of graph convolutions."""
         OP_HANDLERS[functional.project] = self.project
         OP_HANDLERS[functional.neighbour_sum] = self.neighbour_sum
         OP_HANDLERS[functional.scale_and_add_bias] = self.scale_and_add_bias
 
 
 def _in_float32(function: Any) -> Callable[..., Tensor]:
-    """Return the handler of a layer: float32 between its operations."""
+    """Return a handler of a whole layer that runs in float32 between the quantised operations."""
 
     def layer(
         mode: QuantizedOpsMode, graph: Graph, features: Any, *rest: Any, **more: Any
     ) -> Tensor:
         precision = mode.running.stack[-1].interception.precision
         x = features[0] if isinstance(features, tuple) else features
-        return in_float32(
-            precision,
-            x,
-            lambda *inputs: function.__wrapped__(*inputs, **more),
-            graph,
-            features,
-            *rest,
-        )
+        compute = partial(function.__wrapped__, **more)
+        return in_float32(precision, x, compute, graph, features, *rest)
 
     return layer
 

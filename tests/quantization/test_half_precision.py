@@ -79,6 +79,6 @@ def test_a_backward_pass_under_autocast_is_named(family, monkeypatch):
         loss = model(torch.randn(2, 4)).float().sum()
         with pytest.warns(
             UserWarning,
-            match="under autocast, which rounds quantised matmuls once more",
+            match="under autocast, which rounds quantised products once more",
         ):
             loss.backward()
