@@ -1,6 +1,7 @@
-"""Data sets: ``images``, ``detection``, ``graphs``, ``text``, ``entailment``, each with the layouts it reads.
+"""Data sets of the tasks: images, detection, graphs, text and sentence pairs, each with the file layouts it reads.
 
-Downloads happen when asked for. Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
+``download`` fetches a data set; loading never downloads. Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
+Every loaded data set carries a ``report.DataReport`` of what was read, left out and changed.
 """
 
 import socket
@@ -12,26 +13,40 @@ from cpt_core.validation import suggest_names
 from cpt_extras.optional_libraries import import_optional
 from cpt_lab.experiments.registry import EXPERIMENTS
 
-# what can be downloaded, among it pretrained models -> its task
-DOWNLOADS: dict[str, str] = {
-    name: task
-    for task, e in EXPERIMENTS.items()
-    for name in (*(d.name for d in e.named.values() if not d.embedded), *e.weights)
-}
+# Errors from which the errors of all network clients derive or are raised.
+NETWORK_ERRORS = (
+    URLError,
+    ConnectionError,
+    TimeoutError,
+    socket.gaierror,
+    HTTPException,
+)
 
-# beneath the errors of every client of the network
-NETWORK = (URLError, ConnectionError, TimeoutError, socket.gaierror, HTTPException)
+
+def _list_downloads() -> dict[str, str]:
+    """Return the task of every data set and pretrained model that can be downloaded."""
+    tasks = {}
+    for task, experiment in EXPERIMENTS.items():
+        for dataset in experiment.named.values():
+            if not dataset.embedded:
+                tasks[dataset.name] = task
+        tasks |= dict.fromkeys(experiment.weights, task)
+    return tasks
+
+
+DOWNLOADS = _list_downloads()
 
 
 def download(dataset: str, language: str = "de") -> Path:
     """Download a data set, with progress, and return where it is.
 
-    What is got is compared with a published checksum where there is one: CIFAR, Pascal VOC, Penn Treebank, ImageNet's
-    archives and the weights of ResNet-18. OGB publishes none, see ``ogb.download``; the Hugging Face hub's client
-    compares sizes.
+    Downloads are compared with a published checksum where there is one: CIFAR, Pascal VOC, Penn Treebank, ImageNet's
+    archives and the weights of ResNet-18. OGB publishes none (the first download's is kept beside the data); the
+    Hugging Face hub's client compares sizes.
 
     Args:
-        dataset: one of ``DOWNLOADS``, among them pretrained models.
+        dataset: a key of ``DOWNLOADS``: a data set or a pretrained model.
+        language: language of "xnli" to download; other data sets ignore it.
 
     Raises:
         ValueError: for a data set that cannot be downloaded.
@@ -43,14 +58,14 @@ def download(dataset: str, language: str = "de") -> Path:
             f"{dataset!r} cannot be downloaded; {suggest_names(dataset, list(DOWNLOADS))}"
         )
     experiment = EXPERIMENTS[DOWNLOADS[dataset]]
-    get = import_optional(experiment.download, experiment.extra)
+    download_dataset = import_optional(experiment.download, experiment.extra)
     try:
-        return get(dataset, language)
+        return download_dataset(dataset, language)
     except Exception as error:
-        chain: list[BaseException] = [error]  # what it came from, down to the bottom
-        while cause := chain[-1].__cause__ or chain[-1].__context__:
-            chain.append(cause)
-        failures = [e for e in chain if isinstance(e, NETWORK)]
+        causes: list[BaseException] = [error]
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
+        failures = [e for e in causes if isinstance(e, NETWORK_ERRORS)]
         if not failures:
             raise
         raise ConnectionError(

@@ -1,6 +1,7 @@
-"""Pictures with boxes: scenes of embedded digits, Pascal VOC, and your own, as ``data/cards/own-pictures.md`` has them.
+"""Images with boxes: scenes of embedded digits, Pascal VOC, and the user's own (``data/cards/own-pictures.md``).
 
-Pixels are counted from 1 in VOC's form, and both corners belong to a box.
+``load_detection`` loads the data of a recipe, ``read_annotated_image`` reads one image and its annotation. Files have
+VOC's layout, see ``voc_layout``.
 
 Shapes: n boxes of an image.
 """
@@ -63,37 +64,44 @@ VOC_CLASSES = tuple(
     "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep "
     "sofa train tvmonitor".split()
 )
-# name -> year and the splits to train and to test on
+# Year, training split and test split of torchvision's VOCDetection, by name of the data set.
 VOC_SPLITS = {
     "voc2012": ("2012", "train", "val"),
     "voc2007": ("2007", "trainval", "test"),
 }
 DIGIT_NAMES = tuple(str(digit) for digit in range(10))
-DEFAULT_SCENE_COUNT = 400  # pictures of a split whose number is left open
+DEFAULT_SCENE_COUNT = 400  # scenes of a split whose number the recipe leaves open
 DIGIT_SIDES = (14, 36)  # smallest and largest side of a digit in a scene of 96 pixels
-MAX_PLACEMENTS = 20  # to find a free place
+MAX_PLACEMENTS = 20  # positions that are tried for a digit
 
 
 @dataclass(frozen=True)
 class AnnotatedImage:
-    """A picture, by its file or in memory, and its objects.
+    """An image, as a file or in memory, and its objects.
 
-    Objects are arrays, not tensors: processes that read files get thousands of them, and torch would send each tensor
-    through a file descriptor of its own.
+    Objects are arrays, not tensors: worker processes get thousands of them, and torch would send each tensor through a
+    file descriptor of its own.
+
+    Attributes:
+        image: a file, or pixels uint8 (3, H, W).
+        size: height and width in pixels.
+        boxes: float32 (n, 4), x1, y1, x2, y2 in pixels from the upper left corner.
+        labels: class numbers, int64 (n,).
+        difficult: VOC's flags of objects that do not count, bool (n,).
+        turn: turn the file by its EXIF orientation, as viewers do, because its boxes are drawn on the turned image.
+        bits: number of bits that the 16-bit grey images of the data set use; None without such images.
     """
 
-    image: Path | Tensor  # a file, or uint8 (3, H, W)
-    size: tuple[int, int]  # height and width in pixels
-    boxes: (
-        np.ndarray
-    )  # float32 (n, 4), x1, y1, x2, y2 in pixels from the upper left corner
-    labels: np.ndarray  # int64 (n,)
-    difficult: np.ndarray  # bool (n,)
-    turn: bool = True  # read a file as viewers show it, by its EXIF orientation: so its boxes are drawn
-    bits: int | None = None  # that the grey pictures of 16 bits of the data set use
+    image: Path | Tensor
+    size: tuple[int, int]
+    boxes: np.ndarray
+    labels: np.ndarray
+    difficult: np.ndarray
+    turn: bool = True
+    bits: int | None = None
 
     def read(self) -> Tensor:
-        """Return the picture, uint8 (3, H, W); ValueError names a file that is damaged."""
+        """Return the pixels, uint8 (3, H, W); ValueError names a file that is damaged."""
         if isinstance(self.image, Tensor):
             return self.image
         return v2.functional.pil_to_tensor(open_rgb(self.image, self.bits, self.turn))
@@ -101,124 +109,144 @@ class AnnotatedImage:
 
 @dataclass(frozen=True)
 class DetectionData:
-    """Annotated pictures, split three ways."""
+    """Annotated images in three splits.
 
-    title: str  # what the numbers are measured on, as figures must call it
-    classes: tuple[str, ...]  # their names
-    # train, valid, test: the splits; ``valid`` is empty when nothing is held out
+    Attributes:
+        title: name of the data in figures and rows.
+        classes: names of the classes.
+        train: training split.
+        valid: validation split; empty when nothing is held out.
+        test: test split.
+        checksum: checksum of annotations and pixels, or of annotations and the sizes of the files.
+        report: what was read, left out and changed.
+    """
+
+    title: str
+    classes: tuple[str, ...]
     train: tuple[AnnotatedImage, ...]
     valid: tuple[AnnotatedImage, ...]
     test: tuple[AnnotatedImage, ...]
-    checksum: (
-        str  # of annotations and pixels, or of annotations and the sizes of the files
-    )
-    report: DataReport = field(
-        default_factory=empty_report
-    )  # what was read, left out and changed
+    checksum: str
+    report: DataReport = field(default_factory=empty_report)
 
 
 def annotate_image(
-    picture: Path | Tensor,
+    image: Path | Tensor,
     size: tuple[int, int],
     boxes: Any,
     labels: Any,
     difficult: Any,
 ) -> AnnotatedImage:
-    """Return a picture with its boxes and labels in the types that ``Annotated`` has."""
-    places, numbers = (
+    """Return an image with its objects, as arrays of the types that ``AnnotatedImage`` has."""
+    return AnnotatedImage(
+        image,
+        size,
         np.array(boxes, dtype=np.float32).reshape(-1, 4),
         np.array(labels, dtype=np.int64),
-    )
-    return AnnotatedImage(
-        picture, size, places, numbers, np.array(difficult, dtype=bool)
+        np.array(difficult, dtype=bool),
     )
 
 
 def load_detection(recipe: DetectionRecipe) -> DetectionData:
-    """Load the annotations of a recipe's data and hold out its validation pictures.
+    """Load the annotated images of a recipe and hold out its validation images.
 
-    The held-out pictures and the subsets depend on the data set alone, never on the seed of a run.
+    The held-out images and the subsets depend on the data set alone, never on the seed of a run.
 
     Raises:
         DataNotFoundError: when the files are not there; nothing is downloaded.
-        ValueError: when files do not have the documented layout, a picture is damaged, or there are too few.
+        ValueError: when files do not have the documented layout, an image is damaged, or there are too few.
     """
-    r, report = recipe, DataReport(recipe.dataset)
-    if r.dataset == "digit-scenes":
-        train = digit_scenes("train", r.train_images or DEFAULT_SCENE_COUNT, r.size)
-        valid = digit_scenes("valid", r.valid_images, r.size)
-        test = digit_scenes("test", r.test_images or DEFAULT_SCENE_COUNT, r.size)
-        title = f"synthetic scenes of scikit-learn digits, {r.size} x {r.size}"
-        report.add("read", f"{title}: drawn with fixed seeds, no files")
-        _report_splits(
-            report,
-            (train, valid, test),
-            DIGIT_NAMES,
-            (len(train) + len(valid), len(test)),
-        )
-        return DetectionData(
-            title,
-            DIGIT_NAMES,
-            train,
-            valid,
-            test,
-            _checksum(train + valid + test),
-            report,
-        )
-    files, classes, title, folder = _find_files(r.dataset, report)
-    order = np.random.default_rng(0).permutation(len(files[0]))
-    used, count = split_sizes(r, len(order))
-    chosen = [
-        [files[0][i] for i in sorted(part)]
-        for part in (order[count:][:used], order[:count])
-    ]
-    chosen.append([files[1][i] for i in choose_samples(len(files[1]), r.test_images)])
-    notes = AnnotationNotes(folder)
-    read = read_each(
-        lambda file: read_annotated_image(file.image, file.annotation, classes, notes),
-        [file for part in chosen for file in part],
+    report = DataReport(recipe.dataset)
+    if recipe.dataset == "digit-scenes":
+        return _load_scenes(recipe, report)
+    files = _find_files(recipe.dataset, report)
+    splits, notes = _read_splits(recipe, files)
+    bits = _grey_bits(
+        recipe.dataset, [file.image for file in (*files.train, *files.test)], notes
     )
-    bits = _grey_bits(r.dataset, [file.image for part in files for file in part], notes)
-    pictures = iter(read if bits is None else [replace(one, bits=bits) for one in read])
-    train, valid, test = (
-        tuple(itertools.islice(pictures, len(part))) for part in chosen
-    )
-    for name, part in (("training", train), ("validation", valid), ("test", test)):
-        if part and all(a.difficult.all() for a in part):
+    if bits is not None:
+        splits = [[replace(image, bits=bits) for image in split] for split in splits]
+    train, valid, test = (tuple(split) for split in splits)
+
+    for name, split in zip(SPLIT_NAMES, (train, valid, test), strict=True):
+        if split and all(image.difficult.all() for image in split):
             raise ValueError(
-                f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures"
+                f"{recipe.dataset}: there is no object that counts on any of {len(split)} {name} images"
             )
-    _report_annotations(report, r, notes, bits)
+    _report_annotations(report, recipe, notes, bits)
     _report_splits(
-        report, (train, valid, test), classes, (len(files[0]), len(files[1]))
+        report, (train, valid, test), files.classes, (len(files.train), len(files.test))
     )
     report.log_notices(log)
-    checksum = _checksum(train + valid + test)
     return DetectionData(
-        title_with_sizes(title, r, train, valid),
-        classes,
-        train,
-        valid,
-        test,
-        checksum,
-        report,
+        title=title_with_sizes(files.title, recipe, train, valid),
+        classes=files.classes,
+        train=train,
+        valid=valid,
+        test=test,
+        checksum=_checksum(train + valid + test),
+        report=report,
     )
+
+
+def _load_scenes(recipe: DetectionRecipe, report: DataReport) -> DetectionData:
+    """Return scenes of digits."""
+    size = recipe.size
+    train = digit_scenes("train", recipe.train_images or DEFAULT_SCENE_COUNT, size)
+    valid = digit_scenes("valid", recipe.valid_images, size)
+    test = digit_scenes("test", recipe.test_images or DEFAULT_SCENE_COUNT, size)
+    title = f"synthetic scenes of scikit-learn digits, {size} x {size}"
+    report.add("read", f"{title}: drawn with fixed seeds, no files")
+    _report_splits(
+        report, (train, valid, test), DIGIT_NAMES, (len(train) + len(valid), len(test))
+    )
+    return DetectionData(
+        title=title,
+        classes=DIGIT_NAMES,
+        train=train,
+        valid=valid,
+        test=test,
+        checksum=_checksum(train + valid + test),
+        report=report,
+    )
+
+
+def _read_splits(
+    recipe: DetectionRecipe, files: "_VocFiles"
+) -> tuple[list[list[AnnotatedImage]], AnnotationNotes]:
+    """Return annotated images to train on, to hold out and to test on, and facts about their files."""
+    order = np.random.default_rng(0).permutation(len(files.train))
+    num_train, num_held_out = split_sizes(recipe, len(order))
+    train_indices = sorted(order[num_held_out:][:num_train])
+    valid_indices = sorted(order[:num_held_out])
+    split_files = [
+        [files.train[i] for i in train_indices],
+        [files.train[i] for i in valid_indices],
+        [files.test[i] for i in choose_samples(len(files.test), recipe.test_images)],
+    ]
+
+    notes = AnnotationNotes(files.folder)
+
+    def read(file: VocFile) -> AnnotatedImage:
+        return read_annotated_image(file.image, file.annotation, files.classes, notes)
+
+    images = iter(read_each(read, itertools.chain.from_iterable(split_files)))
+    splits = [list(itertools.islice(images, len(part))) for part in split_files]
+    return splits, notes
 
 
 def _grey_bits(
-    dataset: str, pictures: Sequence[Path], notes: AnnotationNotes
+    dataset: str, images: Sequence[Path], notes: AnnotationNotes
 ) -> int | None:
-    """Return how many of 16 bits the grey pictures of a data set use, of all its pictures where some have 16 bits."""
-    facts = dict(notes.pictures)
-    if any(one.is_deep_grey for one in facts.values()):
-        others = [picture for picture in pictures if notes.name(picture) not in facts]
-        facts |= dict(
-            zip(
-                map(notes.name, others),
-                read_each(inspect_image_file, others),
-                strict=True,
-            )
-        )
+    """Return how many of 16 bits the grey images of a data set use; None without 16-bit images.
+
+    If some of the images that were read have 16 bits, all images of the data set are inspected.
+    """
+    facts = dict(notes.images)
+    if any(image.is_deep_grey for image in facts.values()):
+        unread = [image for image in images if notes.name(image) not in facts]
+        names = map(notes.name, unread)
+        facts |= dict(zip(names, read_each(inspect_image_file, unread), strict=True))
     return grey_bits(dataset, facts)
 
 
@@ -228,160 +256,208 @@ def _report_annotations(
     notes: AnnotationNotes,
     bits: int | None,
 ) -> None:
-    """Add facts about the files of pictures and annotations that were read."""
-    stored = set(notes.drawn_as_stored)
-    facts = {
-        name: p._replace(orientation=1) if name in stored else p
-        for name, p in notes.pictures.items()
-    }
+    """Add facts about the image and annotation files that were read."""
+    drawn_as_stored = set(notes.drawn_as_stored)
+    facts = {}
+    for name, image in notes.images.items():
+        facts[name] = (
+            image._replace(orientation=1) if name in drawn_as_stored else image
+        )
     report_image_files(report, facts, bits)
     report_orientation(report, facts)
     notes.add_to(report)
-    short = [min(p.stored_size) for p in notes.pictures.values()]
-    if others := [side for side in short if side != recipe.size]:
-        enlarged = sum(side < recipe.size for side in others)
-        report.add(
-            "changed",
-            f"{pluralize(len(others), 'picture')} resized to {recipe.size} pixels on the short side, at most "
-            f"{recipe.max_size} on the long one{f'; {enlarged:,} of them are enlarged' if enlarged else ''}",
+
+    short_sides = [min(image.stored_size) for image in notes.images.values()]
+    resized = [side for side in short_sides if side != recipe.size]
+    if resized:
+        text = (
+            f"{pluralize(len(resized), 'image')} resized to {recipe.size} pixels on the short side, at most "
+            f"{recipe.max_size} on the long one"
         )
+        num_enlarged = sum(side < recipe.size for side in resized)
+        if num_enlarged:
+            text += f"; {num_enlarged:,} of them are enlarged"
+        report.add("changed", text)
 
 
 def _report_splits(
     report: DataReport,
     splits: Sequence[tuple[AnnotatedImage, ...]],
     classes: Sequence[str],
-    there: tuple[int, int],
+    available: tuple[int, int],
 ) -> None:
-    """Add facts about objects and values of training, validation and test pictures, and what the splits share."""
-    report_sizes(report, [len(split) for split in splits], there)
-    difficult = sum(int(a.difficult.sum()) for split in splits for a in split)
-    if difficult:
+    """Add facts about objects and values of training, validation and test images, and images in several splits.
+
+    Args:
+        report: gets the facts.
+        splits: training, validation and test images.
+        classes: names of the classes.
+        available: numbers of images in the training part and in the test part of the data set.
+    """
+    report_sizes(report, [len(split) for split in splits], available)
+    images = [image for split in splits for image in split]
+    num_difficult = sum(int(image.difficult.sum()) for image in images)
+    if num_difficult:
         report.add(
             "left out",
-            f"{pluralize(difficult, 'difficult object')}: not trained on, neither found nor missed in tests",
+            f"{pluralize(num_difficult, 'difficult object')}: not trained on, neither found nor missed in tests",
         )
     for name, split in zip(SPLIT_NAMES, splits, strict=True):
-        labels = [a.labels[~a.difficult] for a in split]
-        report_classes(
-            report,
-            name,
-            np.concatenate([np.zeros(0, np.int64), *labels]),
-            classes,
-            noun="object",
-        )
-    if any(isinstance(a.image, Tensor) for split in splits for a in split):
+        labels = [image.labels[~image.difficult] for image in split]
+        all_labels = np.concatenate([np.zeros(0, np.int64), *labels])
+        report_classes(report, name, all_labels, classes, noun="object")
+
+    if any(isinstance(image.image, Tensor) for image in images):
         _report_images_in_memory(report, splits)
         return
     for name, split in zip(SPLIT_NAMES, splits, strict=True):
         report_sample_values(report, name, split, _open_image)
     if is_own(report.dataset):
+        train, valid, _ = splits
         report_shared_files(
-            report, *([str(a.image) for a in split] for split in splits[:2])
+            report,
+            [str(image.image) for image in train],
+            [str(image.image) for image in valid],
         )
 
 
-def _open_image(picture: AnnotatedImage) -> Any:
-    """Return a picture on disk, of PIL."""
-    assert isinstance(picture.image, Path)
-    return open_rgb(picture.image, picture.bits, picture.turn)
+def _open_image(image: AnnotatedImage) -> Any:
+    """Return the PIL image of an annotated image on disk."""
+    assert isinstance(image.image, Path)
+    return open_rgb(image.image, image.bits, image.turn)
 
 
 def _report_images_in_memory(
     report: DataReport, splits: Sequence[tuple[AnnotatedImage, ...]]
 ) -> None:
-    """Add facts about the values of pictures in memory, and what splits share."""
+    """Add facts about the values of images in memory, and about images in several splits."""
     for name, split in zip(SPLIT_NAMES, splits, strict=True):
-        report_values(report, name, [a.read() for a in split])
-    if len({a.size for split in splits for a in split}) == 1:
-        empty = torch.zeros(0, 3, *splits[0][0].size, dtype=torch.uint8)
-        stacked = [
-            torch.stack([a.read() for a in split]) if split else empty
-            for split in splits
-        ]
-        report_shared_images(report, dict(zip(SPLIT_NAMES, stacked, strict=True)))
+        report_values(report, name, [image.read() for image in split])
+
+    sizes = {image.size for split in splits for image in split}
+    if len(sizes) > 1:
+        return
+    stacked = {}
+    for name, split in zip(SPLIT_NAMES, splits, strict=True):
+        if split:
+            stacked[name] = torch.stack([image.read() for image in split])
+        else:
+            stacked[name] = torch.zeros(0, 3, *splits[0][0].size, dtype=torch.uint8)
+    report_shared_images(report, stacked)
 
 
 class _VocFiles(NamedTuple):
-    """Files of a data set in VOC's layout."""
+    """Files of a data set in VOC's layout.
 
-    lists: list[list[VocFile]]  # to train and to test on
+    Attributes:
+        train: files to train on and to hold out.
+        test: files to test on.
+        classes: names of the classes.
+        title: name of the data in figures and rows.
+        folder: folder to which names in facts are relative.
+    """
+
+    train: list[VocFile]
+    test: list[VocFile]
     classes: tuple[str, ...]
     title: str
-    folder: Path  # names in facts are relative to it
+    folder: Path
 
 
 def _find_files(dataset: str, report: DataReport) -> _VocFiles:
-    """Return pictures and annotations to train and to test on, the classes, and a title."""
+    """Return the files of Pascal VOC in the data folder, or of the user's own data."""
     EXPERIMENT.check_dataset(dataset)
     if dataset not in VOC_SPLITS:
         return _find_own_files(dataset, report)
-    year, first, second = VOC_SPLITS[dataset]
+    year, train_split, test_split = VOC_SPLITS[dataset]
     try:
-        found = [
-            torchvision.datasets.VOCDetection(data_dir(), year, part)
-            for part in (first, second)
-        ]
+        train = torchvision.datasets.VOCDetection(data_dir(), year, train_split)
+        test = torchvision.datasets.VOCDetection(data_dir(), year, test_split)
     except (RuntimeError, FileNotFoundError) as error:
         raise missing_data_error(dataset) from error
-    files = [
-        list(map(VocFile, map(Path, f.images), map(Path, f.annotations))) for f in found
-    ]
-    return _VocFiles(files, VOC_CLASSES, EXPERIMENT.named[dataset].title, data_dir())
+    return _VocFiles(
+        train=_list_voc_files(train),
+        test=_list_voc_files(test),
+        classes=VOC_CLASSES,
+        title=EXPERIMENT.named[dataset].title,
+        folder=data_dir(),
+    )
+
+
+def _list_voc_files(dataset: Any) -> list[VocFile]:
+    """Return the files of a torchvision VOCDetection."""
+    return list(map(VocFile, map(Path, dataset.images), map(Path, dataset.annotations)))
 
 
 def _find_own_files(dataset: str, report: DataReport) -> _VocFiles:
-    """Return pictures and annotations of one's own, and report what lies beside them."""
+    """Return the image and annotation files of the user's data; report the files beside them."""
     top = own_path(dataset)
     folder = find_voc_folder(top)
     contents = list_folder(top)
     index = VocIndex(folder, contents, top)
-    second = "test" if list_path(folder, "test").is_file() else "val"
-    lists = {part: index.split_files(part, report) for part in ("train", second)}
+    test_split = "test" if list_path(folder, "test").is_file() else "val"
+    lists = {split: index.split_files(split, report) for split in ("train", test_split)}
     check_lists(folder, lists)
     report_unlisted(report, contents, top, lists, folder)
-    objects = (
-        obj
-        for file in lists["train"]
-        for obj in annotation_root(file.annotation).findall("object")
-    )
-    classes = tuple(
-        sorted({obj.findtext("name", "").strip() for obj in objects} - {""})
-    )
+
+    names = set()
+    for file in lists["train"]:
+        for obj in annotation_root(file.annotation).findall("object"):
+            names.add(obj.findtext("name", "").strip())
+    classes = tuple(sorted(names - {""}))
     if not classes:
         raise ValueError(f"{folder}: there is no object in any training annotation")
-    for alike in group_similar_names(classes):
+    for similar in group_similar_names(classes):
         report.add(
             "classes",
-            f"{' and '.join(alike)} differ in spelling alone, and are {len(alike)} classes",
+            f"{' and '.join(similar)} differ in spelling alone, and are {len(similar)} classes",
         )
-    report.add("split", f"train.txt is trained on and {second}.txt tested on")
-    return _VocFiles(list(lists.values()), classes, f"own pictures ({top.name})", top)
+    report.add("split", f"train.txt is trained on and {test_split}.txt tested on")
+    return _VocFiles(
+        train=lists["train"],
+        test=lists[test_split],
+        classes=classes,
+        title=f"own pictures ({top.name})",
+        folder=top,
+    )
 
 
 def digit_scenes(part: str, count: int, size: int) -> tuple[AnnotatedImage, ...]:
-    """Return made-up scenes: one to four handwritten digits of different sizes on black, none touching another.
+    """Return synthetic scenes: one to four handwritten digits of different sizes on black, none touching another.
 
-    Digits of "train", "valid" and "test" come from different pictures of scikit-learn's set. A scene depends on its
-    split, number and size alone. Boxes are exact: the smallest that holds all ink of a digit.
+    Digits of "train", "valid" and "test" come from different images of scikit-learn's set. A scene depends on its
+    split, index and size alone. Boxes are exact: the smallest that hold all ink of a digit.
+
+    Args:
+        part: "train", "valid" or "test".
+        count: number of scenes.
+        size: side of a scene in pixels.
     """
     from sklearn.datasets import load_digits  # here, as it takes a second
 
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
-    first, last = {"train": (0, 1097), "valid": (1097, 1397), "test": (1397, 1797)}[
-        part
-    ]
-    chosen = order[first:last]
+    ranges = {"train": (0, 1097), "valid": (1097, 1397), "test": (1397, 1797)}
+    first, last = ranges[part]
+    indices = order[first:last]
     return tuple(
-        _digit_scene(digits, chosen, seeded_generator(first, i), size)
+        _digit_scene(digits, indices, seeded_generator(first, i), size)
         for i in range(count)
     )
 
 
 def _digit_scene(
-    digits: Any, chosen: np.ndarray, random: torch.Generator, size: int
+    digits: Any, indices: np.ndarray, random: torch.Generator, size: int
 ) -> AnnotatedImage:
+    """Return one scene of digits.
+
+    Args:
+        digits: scikit-learn's digits.
+        indices: indices of the digits that may be drawn.
+        random: generator of the scene.
+        size: side of the scene in pixels.
+    """
+
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=random))
 
@@ -389,64 +465,84 @@ def _digit_scene(
     boxes: list[list[int]] = []
     labels = []
     for _ in range(draw(1, 4)):
-        index = chosen[draw(0, len(chosen) - 1)]
-        side = draw(*(round(s * size / 96) for s in DIGIT_SIDES))
-        ink = _enlarge_digit(torch.from_numpy(digits.images[index]).float(), side)
+        index = indices[draw(0, len(indices) - 1)]
+        min_side, max_side = (round(side * size / 96) for side in DIGIT_SIDES)
+        ink = _enlarge_digit(
+            torch.from_numpy(digits.images[index]).float(), draw(min_side, max_side)
+        )
         h, w = ink.shape
         for _ in range(MAX_PLACEMENTS):
             x, y = draw(0, size - w), draw(0, size - h)
-            if all(x + w < a or c < x or y + h < b or d < y for a, b, c, d in boxes):
+            box = [x, y, x + w, y + h]
+            if not any(_touch(box, other) for other in boxes):
                 canvas[y : y + h, x : x + w] = ink
-                boxes.append([x, y, x + w, y + h])
+                boxes.append(box)
                 labels.append(int(digits.target[index]))
                 break
-    picture = canvas.clamp(0, 255).to(torch.uint8).expand(3, -1, -1).contiguous()
-    return annotate_image(picture, (size, size), boxes, labels, [False] * len(boxes))
+    pixels = canvas.clamp(0, 255).to(torch.uint8).expand(3, -1, -1).contiguous()
+    return annotate_image(pixels, (size, size), boxes, labels, [False] * len(boxes))
+
+
+def _touch(first: list[int], second: list[int]) -> bool:
+    """Return whether two boxes x1, y1, x2, y2 overlap or touch."""
+    return (
+        first[2] >= second[0]
+        and second[2] >= first[0]
+        and first[3] >= second[1]
+        and second[3] >= first[1]
+    )
 
 
 def _enlarge_digit(digit: Tensor, side: int) -> Tensor:
-    """Return the ink of an 8 x 8 digit (0..16) enlarged to ``side`` pixels (0..255), cut to where there is any."""
-    large = v2.functional.resize(
-        digit[None] * (255 / 16), [side, side], antialias=True
-    )[0]
-    rows, columns = ((large >= 1).any(dim).nonzero() for dim in (1, 0))
-    return large[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    """Return the ink of an 8 x 8 digit (0..16), enlarged to ``side`` pixels (0..255) and cropped to its bounds."""
+    brightness = digit[None] * (255 / 16)
+    enlarged = v2.functional.resize(brightness, [side, side], antialias=True)[0]
+    has_ink = enlarged >= 1
+    rows = has_ink.any(1).nonzero()
+    columns = has_ink.any(0).nonzero()
+    return enlarged[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
 
 
 def random_detection(recipe: DetectionRecipe) -> DetectionData:
     """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
 
-    One batch of every split; pictures of one's own are loaded instead.
+    Every split has one batch. The user's own images are loaded instead.
     """
     if is_own(recipe.dataset):
         return load_detection(recipe)
     sizes = EXPERIMENT.named[recipe.dataset].sizes
     h, w = sizes.get("height", recipe.size), sizes.get("width", recipe.size)
-    random = seeded_generator(0)
-    pictures = torch.randint(
-        0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8
+    pixels = torch.randint(
+        0,
+        256,
+        (recipe.batch, 3, h, w),
+        generator=seeded_generator(0),
+        dtype=torch.uint8,
     )
-    part = tuple(
-        annotate_image(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False])
-        for p in pictures
+    box = [w / 4, h / 4, w / 2, h / 2]
+    split = tuple(
+        annotate_image(image, (h, w), [box], [0], [False]) for image in pixels
     )
-    names = tuple(map(str, range(sizes["classes"])))
     return DetectionData(
-        f"random pictures for {recipe.dataset}", names, part, part, part, ""
+        title=f"random pictures for {recipe.dataset}",
+        classes=tuple(map(str, range(sizes["classes"]))),
+        train=split,
+        valid=split,
+        test=split,
+        checksum="",
     )
 
 
-def _checksum(pictures: Sequence[AnnotatedImage]) -> str:
+def _checksum(images: Sequence[AnnotatedImage]) -> str:
     digest = hashlib.sha256()
-    for a in pictures:
-        if isinstance(a.image, Tensor):
-            digest.update(a.image.numpy().tobytes())
+    for image in images:
+        if isinstance(image.image, Tensor):
+            digest.update(image.image.numpy().tobytes())
         else:
-            digest.update(f"{a.image.name} {a.image.stat().st_size}".encode())
+            digest.update(f"{image.image.name} {image.image.stat().st_size}".encode())
+        difficult = np.flatnonzero(image.difficult)
         digest.update(
-            a.boxes.tobytes()
-            + a.labels.tobytes()
-            + np.flatnonzero(a.difficult).tobytes()
+            image.boxes.tobytes() + image.labels.tobytes() + difficult.tobytes()
         )
     return digest.hexdigest()[:16]
 
@@ -454,13 +550,13 @@ def _checksum(pictures: Sequence[AnnotatedImage]) -> str:
 def read_annotated_image(
     image: Path, xml: Path, classes: Sequence[str], notes: AnnotationNotes | None = None
 ) -> AnnotatedImage:
-    """Read and check one annotation, and that its picture is there, whole and of the size it says.
+    """Read and check an annotation, and that its image is complete and has the annotated size.
 
     Args:
-        image: file of the picture.
+        image: file of the image.
         xml: file of the annotation.
         classes: names of all classes.
-        notes: takes what is changed and what plays no part.
+        notes: collects what is changed and what is not used.
 
     Raises:
         DataNotFoundError: when a file is missing.
@@ -468,17 +564,17 @@ def read_annotated_image(
     """
     notes = AnnotationNotes(xml.parent) if notes is None else notes
     facts = inspect_image_file(image)
-    notes.pictures[notes.name(image)] = facts
+    notes.images[notes.name(image)] = facts
     root = annotation_root(xml)
     turn = boxes_are_upright(xml, image, root, facts, notes)
     if annotated_file_name(root) not in ("", image.name, image.stem):
         notes.renamed.append(notes.name(xml))
     size = facts.shown_size if turn else facts.stored_size
     objects = read_objects(xml, root, size, classes, notes)
-    picture = annotate_image(
+    annotated = annotate_image(
         image, size, objects.boxes, objects.labels, objects.difficult
     )
-    return replace(picture, turn=turn)
+    return replace(annotated, turn=turn)
 
 
 BACKBONE_WEIGHTS_FILE = (
@@ -487,7 +583,7 @@ BACKBONE_WEIGHTS_FILE = (
 
 
 def backbone_weights() -> Path:
-    """Return the file of the backbone's ImageNet weights; DataNotFoundError says how to get it or do without."""
+    """Return the file of the backbone's ImageNet weights; DataNotFoundError says how to get it or train without it."""
     file = data_dir() / BACKBONE_WEIGHTS_FILE
     if not file.is_file():
         raise DataNotFoundError(
@@ -498,7 +594,7 @@ def backbone_weights() -> Path:
 
 
 def download(name: str, language: str = "") -> Path:
-    """Get "voc2007", "voc2012", or the weights of "resnet18"; they have no language."""
+    """Download "voc2007", "voc2012", or the weights of "resnet18"; they have no language."""
     if name == "resnet18":
         weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
         torch.hub.load_state_dict_from_url(

@@ -1,4 +1,8 @@
-"""Batches of pictures with boxes, of like shape: a pure function of (seed, step)."""
+"""Batches of images with boxes, grouped by aspect ratio, as a pure function of (seed, step).
+
+``batches`` yields training batches, ``evaluation_batches`` a split once. Images are read and resized by worker
+processes, and normalised on the device.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,77 +16,94 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from cpt_lab.data.detection import AnnotatedImage
-from cpt_lab.data.image_batches import normalizer
+from cpt_lab.data.image_batches import make_normalizer
 from cpt_lab.data.loading import make_loader, to_device
 from cpt_lab.data.random_streams import Stream, batch_keys, seeded_generator
 from cpt_lab.experiments.detection import DetectionRecipe
 
 CPU = torch.device("cpu")
-SIDE_MULTIPLE = 32  # sides of a padded batch
+SIDE_MULTIPLE = 32  # sides of a padded batch are multiples of this number of pixels
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures made ready for a model, and their objects."""
+    """Images of a batch, and their objects.
 
-    images: Tensor  # float32 (N, 3, H, W), normalised, padded with zeros to multiples of 32; as they are read, uint8
-    # of every image, boxes float32 (n, 4) in pixels of ``images`` and labels int64 (n,)
+    Attributes:
+        images: float32 (N, 3, H, W), normalised and padded with zeros to multiples of 32; uint8 when read by a worker.
+        targets: of every image, boxes float32 (n, 4) in pixels of ``images`` and labels int64 (n,).
+        sizes: height and width of every image without its padding.
+        originals: images before resizing.
+    """
+
+    images: Tensor
     targets: list[dict[str, Tensor]]
-    sizes: list[tuple[int, int]]  # height and width of every image without its padding
-    originals: list[AnnotatedImage]  # the pictures they were made from
+    sizes: list[tuple[int, int]]
+    originals: list[AnnotatedImage]
 
     def pin_memory(self) -> Self:
-        """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""
-        pinned = [
-            {name: t.pin_memory() for name, t in target.items()}
-            for target in self.targets
-        ]
-        return replace(self, images=self.images.pin_memory(), targets=pinned)
+        """Return the batch in pinned memory, for asynchronous copies to a GPU; torch's DataLoader calls this."""
+        pinned_targets = []
+        for target in self.targets:
+            pinned_targets.append({name: t.pin_memory() for name, t in target.items()})
+        return replace(self, images=self.images.pin_memory(), targets=pinned_targets)
 
 
 class _ImageGroups(Dataset):
-    """Groups of pictures as they are read: resized, perhaps mirrored, padded. Keys: (epoch, group)."""
+    """Groups of images by key (epoch, group): read, resized, flipped at random, and padded to one size.
+
+    Args:
+        images: images of a split.
+        recipe: recipe of the run.
+        seed: seed of the flips; None flips no image.
+    """
 
     def __init__(
         self,
-        pictures: Sequence[AnnotatedImage],
+        images: Sequence[AnnotatedImage],
         recipe: DetectionRecipe,
         seed: int | None,
     ) -> None:
-        self.pictures, self.recipe, self.seed = pictures, recipe, seed
-        self.groups = aspect_groups(pictures, recipe.batch)
+        self.images, self.recipe, self.seed = images, recipe, seed
+        self.groups = aspect_groups(images, recipe.batch)
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         epoch, group = key
-        images, targets = zip(
-            *(self._item(index, epoch) for index in self.groups[group]), strict=True
-        )
-        sizes = [(i.shape[-2], i.shape[-1]) for i in images]
-        height, width = (
-            SIDE_MULTIPLE * math.ceil(max(s) / SIDE_MULTIPLE)
-            for s in zip(*sizes, strict=True)
-        )
-        padded = [
-            v2.functional.pad(i, [0, 0, width - w, height - h])
-            for i, (h, w) in zip(images, sizes, strict=True)
-        ]
-        return Batch(
-            torch.stack(padded),
-            list(targets),
-            sizes,
-            [self.pictures[i] for i in self.groups[group]],
-        )
+        images, targets = [], []
+        for index in self.groups[group]:
+            image, target = self._read(index, epoch)
+            images.append(image)
+            targets.append(target)
 
-    def _item(self, index: int, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
-        picture = self.pictures[index]
-        keep = ~picture.difficult
-        image = tv_tensors.Image(picture.read())
-        found = torch.from_numpy(picture.boxes[keep])
-        boxes = tv_tensors.BoundingBoxes(found, format="XYXY", canvas_size=picture.size)
-        sized = v2.Resize(
+        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+        height = _round_up(max(height for height, _ in sizes))
+        width = _round_up(max(width for _, width in sizes))
+        padded = []
+        for image, (image_height, image_width) in zip(images, sizes, strict=True):
+            padding = [
+                0,
+                0,
+                width - image_width,
+                height - image_height,
+            ]  # left, top, right, bottom
+            padded.append(v2.functional.pad(image, padding))
+        originals = [self.images[index] for index in self.groups[group]]
+        return Batch(torch.stack(padded), targets, sizes, originals)
+
+    def _read(self, index: int, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the resized pixels of an image, and its boxes and labels without difficult objects."""
+        original = self.images[index]
+        counts = ~original.difficult
+        image = tv_tensors.Image(original.read())
+        boxes = tv_tensors.BoundingBoxes(
+            torch.from_numpy(original.boxes[counts]),
+            format="XYXY",
+            canvas_size=original.size,
+        )
+        resize = v2.Resize(
             self.recipe.size, max_size=self.recipe.max_size, antialias=True
         )
         if (
@@ -90,33 +111,40 @@ class _ImageGroups(Dataset):
             and self.recipe.flip
             and _draws_flip(self.seed, epoch, index)
         ):
-            image, boxes = (
-                v2.functional.horizontal_flip(image),
-                v2.functional.horizontal_flip(boxes),
-            )
-        image, boxes = sized(image, boxes)
-        return image.as_subclass(Tensor), {
+            image = v2.functional.horizontal_flip(image)
+            boxes = v2.functional.horizontal_flip(boxes)
+        image, boxes = resize(image, boxes)
+        target = {
             "boxes": boxes.as_subclass(Tensor),
-            "labels": torch.from_numpy(picture.labels[keep]),
+            "labels": torch.from_numpy(original.labels[counts]),
         }
+        return image.as_subclass(Tensor), target
 
 
-def _draws_flip(*numbers: int) -> bool:
-    return bool(
-        torch.rand((), generator=seeded_generator(*numbers, Stream.IMAGE)) < 0.5
-    )
+def _round_up(side: int) -> int:
+    """Return the next multiple of ``SIDE_MULTIPLE``."""
+    return SIDE_MULTIPLE * math.ceil(side / SIDE_MULTIPLE)
 
 
-def aspect_groups(pictures: Sequence[AnnotatedImage], batch: int) -> list[list[int]]:
-    """Return groups of pictures of like shape, so that little padding is needed; the last may be smaller."""
-    order = sorted(
-        range(len(pictures)), key=lambda i: pictures[i].size[1] / pictures[i].size[0]
-    )
+def _draws_flip(*key: int) -> bool:
+    """Return whether the image of a key (seed, epoch, index) is flipped: half of them are."""
+    generator = seeded_generator(*key, Stream.IMAGE)
+    return bool(torch.rand((), generator=generator) < 0.5)
+
+
+def aspect_groups(images: Sequence[AnnotatedImage], batch: int) -> list[list[int]]:
+    """Return groups of ``batch`` images with similar aspect ratio, to need little padding; the last may be smaller."""
+
+    def aspect_ratio(index: int) -> float:
+        height, width = images[index].size
+        return width / height
+
+    order = sorted(range(len(images)), key=aspect_ratio)
     return [order[i : i + batch] for i in range(0, len(order), batch)]
 
 
 def batches(
-    pictures: Sequence[AnnotatedImage],
+    images: Sequence[AnnotatedImage],
     recipe: DetectionRecipe,
     seed: int,
     start: int,
@@ -125,54 +153,49 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield training batches on the device from step ``start`` on, without end: a pure function of (seed, step).
 
-    The groups are the same in every epoch, their order is not. Files are read by worker processes.
+    Batches hold the same images in every epoch, in another order. Files are read by worker processes.
     """
-    data = _ImageGroups(pictures, recipe, seed)
-    return _load_batches(
-        data, (key for (key,) in batch_keys(len(data), 1, seed, start)), workers, device
-    )
+    groups = _ImageGroups(images, recipe, seed)
+    keys = (key for (key,) in batch_keys(len(groups), 1, seed, start))
+    return _load_batches(groups, keys, workers, device)
 
 
 def evaluation_batches(
-    pictures: Sequence[AnnotatedImage],
+    images: Sequence[AnnotatedImage],
     recipe: DetectionRecipe,
     workers: int,
     device: torch.device = CPU,
 ) -> Iterator[Batch]:
-    """Yield a split once, without mirroring, on the device."""
-    data = _ImageGroups(pictures, recipe, None)
-    return _load_batches(
-        data, ((0, group) for group in range(len(data))), workers, device
-    )
+    """Yield a split once, without flips, on the device."""
+    groups = _ImageGroups(images, recipe, None)
+    keys = ((0, group) for group in range(len(groups)))
+    return _load_batches(groups, keys, workers, device)
 
 
 def batch_bytes(recipe: DetectionRecipe) -> int:
-    """Return how many bytes of pictures may lie in a batch of training and one of evaluation."""
-    return (
-        2
-        * recipe.batch
-        * 3
-        * (SIDE_MULTIPLE * math.ceil(recipe.max_size / SIDE_MULTIPLE)) ** 2
-    )
+    """Return the largest size in bytes of one training batch and one evaluation batch of images together."""
+    return 2 * recipe.batch * 3 * _round_up(recipe.max_size) ** 2
 
 
 def _load_batches(
-    data: _ImageGroups,
+    groups: _ImageGroups,
     keys: Iterator[tuple[int, int]],
     workers: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    normalize = normalizer(device)
+    normalize = make_normalizer(device)
 
-    def ready(batch: Batch) -> Batch:
+    def to_normalized(batch: Batch) -> Batch:
         images = normalize(to_device(batch.images, device).float().div_(255))
         for image, (height, width) in zip(images, batch.sizes, strict=True):
             image[:, height:].zero_()
             image[:, :, width:].zero_()
-        targets = [
-            {name: to_device(t, device) for name, t in target.items()}
-            for target in batch.targets
-        ]
+        targets = []
+        for target in batch.targets:
+            targets.append({name: to_device(t, device) for name, t in target.items()})
         return replace(batch, images=images, targets=targets)
 
-    return map(ready, make_loader(data, device, workers, sampler=keys, batch_size=None))
+    return map(
+        to_normalized,
+        make_loader(groups, device, workers, sampler=keys, batch_size=None),
+    )

@@ -1,4 +1,8 @@
-"""Files of data: where they are, whether they can be what they should be, and one way to read them.  Needs no torch."""
+"""Files of data sets: their paths, a check that their layout fits a task, and errors that name the file.
+
+``check_data`` and ``task_for_data`` look at names of files only, by the ``layouts`` of the experiments;
+``explain_read_errors`` wraps the reading of a file. Needs no torch.
+"""
 
 import hashlib
 import os
@@ -14,29 +18,31 @@ from cpt_lab.paths import command, data_dir, work_dir
 
 
 class DataNotFoundError(FileNotFoundError):
-    """A data set is not on this machine; the message names the command that gets it."""
+    """Error of a data set that is not on this machine; its message names the command that gets it."""
 
 
 def missing_data_error(name: str, note: str = "") -> DataNotFoundError:
-    """Return the error of a named data set that is not in the data folder."""
+    """Return the error for a named data set that is not in the data folder."""
     return DataNotFoundError(
         f"{name} is not in {data_dir()}{note}; get it with: {command(f'download {name}')}"
     )
 
 
 def own_path(path: str) -> Path:
-    """Resolve a path of the user's: relative ones are looked up in the data folder, here, then in ``work_dir()``."""
-    given = Path(path.strip()).expanduser()
-    places = [place / given for place in (data_dir(), Path.cwd(), work_dir())]
-    return next((place for place in places if place.exists()), places[1])
+    """Resolve a path of the user: relative ones in the data folder, the current folder, then ``work_dir()``."""
+    user_path = Path(path.strip()).expanduser()
+    candidates = [folder / user_path for folder in (data_dir(), Path.cwd(), work_dir())]
+    return next(
+        (candidate for candidate in candidates if candidate.exists()), candidates[1]
+    )
 
 
 @contextmanager
 def explain_read_errors(path: Path) -> Iterator[None]:
-    """Turn whatever a library raises over a file into one ValueError that names the file and the reason.
+    """Turn any error of a library that reads a file into a ValueError that names the file and the reason.
 
     A damaged or hostile file makes libraries raise nearly anything, also what the command line must not see: EOFError
-    is Ctrl-D to click. Errors that name the file already pass, and so do missing files and libraries.
+    is Ctrl-D to click. Errors that name the file already are passed on, as are missing files and libraries.
     """
     try:
         yield
@@ -47,28 +53,31 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        plain = isinstance(
-            error, (OSError, ValueError, zipfile.BadZipFile)
-        )  # whose words are for people
-        kind = (
-            "it lacks "
-            if type(error) is KeyError
-            else ""
-            if plain
-            else f"{type(error).__name__}: "
-        )
-        reason = kind + (
-            next(iter(str(error).splitlines()), "") or "no reason is given"
-        ).replace(f" {str(path)!r}", "")
-        if path.is_file() and not path.stat().st_size:
-            reason = "it is empty"
-        if isinstance(error, UnicodeDecodeError):
-            reason += "; save it as UTF-8"
-        raise ValueError(f"{path} cannot be read: {reason}") from error
+        raise ValueError(
+            f"{path} cannot be read: {_read_error_reason(path, error)}"
+        ) from error
+
+
+def _read_error_reason(path: Path, error: Exception) -> str:
+    """Return the reason of an error that a library raised over a file, in one line."""
+    if path.is_file() and not path.stat().st_size:
+        reason = "it is empty"
+    else:
+        first_line = next(iter(str(error).splitlines()), "") or "no reason is given"
+        first_line = first_line.replace(f" {str(path)!r}", "")
+        if type(error) is KeyError:
+            reason = f"it lacks {first_line}"
+        elif isinstance(error, (OSError, ValueError, zipfile.BadZipFile)):
+            reason = first_line  # messages of these errors are written for users
+        else:
+            reason = f"{type(error).__name__}: {first_line}"
+    if isinstance(error, UnicodeDecodeError):
+        reason += "; save it as UTF-8"
+    return reason
 
 
 def data_paths(recipe: Recipe) -> list[Path]:
-    """Return the files and folders that a recipe's data set is read from; none for embedded data."""
+    """Return the files and folders of a recipe's data set; none for embedded data."""
     if is_own(recipe.dataset):
         parts = (
             recipe.dataset.split(",") if ".npz," in recipe.dataset else [recipe.dataset]
@@ -79,39 +88,40 @@ def data_paths(recipe: Recipe) -> list[Path]:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Return a fingerprint of the files that a recipe's data set is read from: their names, sizes and times of change.
+    """Return a fingerprint of a recipe's data files: their names, sizes and modification times.
 
-    Equal fingerprints mean that no file was replaced, added or removed since; nothing is opened. Copies of the same
-    data differ, as their times do: what was trained on is told by the ``data_checksum`` of a row. Pretrained weights
-    are not part of it. Embedded data, and data that is not there, have the fingerprint "".
+    Equal fingerprints mean that no file was replaced, added or removed since; no file is opened. Copies of the same
+    data differ, as their times do: the ``data_checksum`` of a row tells what was trained on. Pretrained weights are not
+    part of it. Embedded data, and data that is not there, have the fingerprint "".
     """
     return fingerprint_paths(data_paths(recipe))
 
 
 def fingerprint_paths(paths: Iterable[Path]) -> str:
-    """Return the fingerprint of files and of all that is in folders."""
+    """Return the fingerprint of files and of all files in folders, "" without any file."""
     digest = hashlib.sha256()
-    found = False
+    has_files = False
     for source in paths:
-        below = (
-            Path(folder, name)
-            for folder, _, names in os.walk(source, followlinks=True)
-            for name in names
-        )
-        for path in (
-            [source] if source.is_file() else sorted(p for p in below if p.is_file())
-        ):
-            found, stat = True, path.stat()
-            digest.update(
-                os.fsencode(
-                    f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
-                )
-            )
-    return digest.hexdigest()[:16] if found else ""
+        for path in [source] if source.is_file() else _files_below(source):
+            has_files, stat = True, path.stat()
+            entry = f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+            digest.update(os.fsencode(entry))
+    return digest.hexdigest()[:16] if has_files else ""
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return all files below a folder, sorted; links are followed."""
+    files = []
+    for parent, _, names in os.walk(folder, followlinks=True):
+        for name in names:
+            path = Path(parent, name)
+            if path.is_file():
+                files.append(path)
+    return sorted(files)
 
 
 def check_data(recipe: Recipe) -> None:
-    """Check that the data of a recipe is there and laid out as its task needs it, at a glance: no content is read.
+    """Check that the data of a recipe exists in a layout of its task, by names of files alone.
 
     Raises:
         DataNotFoundError: when it is not there: names the path, and the command that gets a named data set.
@@ -134,40 +144,47 @@ def check_data(recipe: Recipe) -> None:
 
 
 def task_for_data(dataset: str) -> str:
-    """Return the task that a data set is for: a named one has its own; data of yours, the first that can read it."""
+    """Return the task of a named data set, or the first task that can read the user's data.
+
+    Raises:
+        DataNotFoundError: if there is no such file or folder.
+        ValueError: if no task can read it: describes what is there, and the layouts or a way out.
+    """
     if not is_own(dataset):
         if task_of_dataset(dataset) is None and own_path(dataset).is_dir():
             raise ValueError(
                 f"no data set is called {dataset!r}; the folder here is {dataset}/, with a slash"
             )
-        return task_of_dataset(dataset) or "image"  # which says what there is
+        return (
+            task_of_dataset(dataset) or "image"
+        )  # the image task lists all data sets in its error
+
     path = own_path(dataset.partition(",")[0])
     if not path.exists():
         raise DataNotFoundError(f"there is no file or folder {path}")
-    found = next((task for task in EXPERIMENTS if _has_layout(path, task)), None)
-    if found is None:
+    for task in EXPERIMENTS:
+        if _has_layout(path, task):
+            return task
+    description = _describe_contents(path)
+    if not _suggest_layout(path):
         needs = "; ".join(f"{task}: {e.needs}" for task, e in EXPERIMENTS.items())
-        said = (
-            _describe_contents(path)
-            if _suggest_layout(path)
-            else f"{_describe_contents(path)}. {needs} (see data/cards)"
-        )
-        raise ValueError(f"{path} is not laid out as any task needs it; {said}")
-    return found
+        description += f". {needs} (see data/cards)"
+    raise ValueError(f"{path} is not laid out as any task needs it; {description}")
 
 
 VOC_LAYOUT_HINT = "boxes need Pascal VOC's layout: Annotations/<id>.xml, JPEGImages/<id>.jpg, ImageSets/Main/train.txt"
-CLASS_FOLDER_HINT = "give the pictures of every class a folder of their own"
+CLASS_FOLDER_HINT = "give the images of every class a folder of their own"
 UNREAD_IMAGE_HINT = (
     "images of this kind are not read; save them as .jpg or .png, those of every class "
     "in a folder of their own"
 )
 SAVE_GRAPH_CALL = "numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)"
-LAYOUT_HINTS = {  # what else people have, and what to do with it
+# Patterns of other layouts that users have -> how to change them.
+LAYOUT_HINTS = {
     "*.xml|*/*.xml": VOC_LAYOUT_HINT,
     "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": CLASS_FOLDER_HINT,
     "labels/*.txt|*/labels/*.txt|labels/*/*.txt": VOC_LAYOUT_HINT,
-    "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
+    "*.arrow|*/*.arrow": "save images of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
     "*.json|*/*.json": VOC_LAYOUT_HINT,
     "T[rR][aA][iI][nN]/*/*|[tT][rR][aA][iI][nN][iI][nN][gG]/*/*": (
         "call the folders train/ and test/, in small letters"
@@ -185,45 +202,54 @@ LAYOUT_HINTS = {  # what else people have, and what to do with it
 
 
 def _describe_contents(path: Path) -> str:
-    """Say what is there instead, and a way out where it is known."""
-    names = (
-        sorted(p.name + "/" * p.is_dir() for p in path.iterdir())
-        if path.is_dir()
-        else [path.name]
-    )
+    """Return what a file or folder contains, and how to change its layout where that is known."""
     if path.suffix == ".npz":
         with explain_read_errors(path), zipfile.ZipFile(path) as archive:
             names = [
                 f"the array {name.removesuffix('.npy')}" for name in archive.namelist()
             ]
-    found = (
+    elif path.is_dir():
+        names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir())
+    else:
+        names = [path.name]
+    contents = (
         f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
     )
-    return "; ".join(filter(None, (found, _suggest_layout(path))))
+    return "; ".join(filter(None, (contents, _suggest_layout(path))))
 
 
 def _suggest_layout(path: Path) -> str:
-    return next((way for word, way in LAYOUT_HINTS.items() if _matches(path, word)), "")
-
-
-def _has_layout(path: Path, task: str) -> bool:
-    return any(
-        all(_matches(path, word) for word in layout.split())
-        for layout in EXPERIMENTS[task].layouts
+    """Return how to change the layout of a file or folder, "" where that is not known."""
+    return next(
+        (hint for word, hint in LAYOUT_HINTS.items() if _matches(path, word)), ""
     )
 
 
+def _has_layout(path: Path, task: str) -> bool:
+    """Return whether a file or folder has one of the layouts of a task, judged by names alone."""
+    for layout in EXPERIMENTS[task].layouts:
+        if all(_matches(path, word) for word in layout.split()):
+            return True
+    return False
+
+
 def _matches(path: Path, word: str) -> bool:
-    """Whether a folder, an archive or the name of a file has what fits one of the patterns of a word; "!" turns it."""
+    """Return whether a file's name, or a name in a folder or archive, matches a pattern of ``word``.
+
+    Args:
+        path: file, folder or archive.
+        word: patterns with "|" between them; with "!" before them nothing in a folder or archive may match.
+    """
     if word.startswith("!"):
         return path.is_file() or not _matches(path, word[1:])
+    patterns = word.split("|")
     if path.is_dir():
-        return any(next(path.glob(pattern), None) for pattern in word.split("|"))
+        return any(next(path.glob(pattern), None) for pattern in patterns)
     if path.suffix != ".npz":
-        return any(fnmatchcase(path.name, pattern) for pattern in word.split("|"))
+        return any(fnmatchcase(path.name, pattern) for pattern in patterns)
     with explain_read_errors(path), zipfile.ZipFile(path) as archive:
         return any(
             fnmatchcase(name, pattern)
             for name in archive.namelist()
-            for pattern in word.split("|")
+            for pattern in patterns
         )

@@ -1,7 +1,8 @@
-"""Contents of folders: every file below one is a picture of a class, or has its reason in the report for being none.
+"""Contents of data folders: image files in class folders, and files that are not read, with the reason for the report.
 
-Hidden files and folders (names that begin with ".", "__" or "@", as notebooks, Macs and network drives leave them) play
-no part at any depth.
+``list_folder`` lists everything below a folder, ``read_class_folders`` returns the images of its class folders, and
+``identical_files`` and ``duplicate_files`` find copies. Hidden files and folders (names that begin with ".", "__" or
+"@", as notebooks, Macs and network drives leave them) are ignored at any depth.
 """
 
 import errno
@@ -25,35 +26,41 @@ from cpt_lab.data.report import DataReport, list_first, pluralize
 HIDDEN_STARTS = (".", "__", "@")
 HIDDEN_NAMES = ("lost+found", "$RECYCLE.BIN", "System Volume Information")
 HIDDEN_REASON = "hidden files and folders are not read"
-UNREAD_FORMAT = "pictures of this kind are not read; save them as .jpg or .png"
-NOT_AN_IMAGE = "no pictures"
+UNREAD_FORMAT = "images of this kind are not read; save them as .jpg or .png"
+NOT_AN_IMAGE = "no images"
 MISSING_SIZE = -1  # size of a file that is not there
-MIDDLE_BYTES = 256  # bytes that tell most files of one size apart
-OUTSIDE_CLASS_FOLDERS = "pictures outside of the folders of the classes are not read"
+MIDDLE_BYTES = (
+    256  # bytes from the middle of a file, which differ in most files of one size
+)
+OUTSIDE_CLASS_FOLDERS = "images outside of the folders of the classes are not read"
 
 
 @dataclass
 class FolderContents:
-    """Everything below a folder, by names relative to it, with "/" between folders."""
+    """Everything below a folder, by names relative to it, with "/" between folders.
+
+    Attributes:
+        folders: folders that are not hidden.
+        files: files that are not hidden.
+        hidden: hidden files, and hidden folders without a file.
+        loops: links that lead back to a folder around them.
+        devices: entries that are neither files nor folders, such as pipes.
+    """
 
     folders: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    hidden: list[str] = field(default_factory=list)  # files, and folders without a file
-    loops: list[str] = field(
-        default_factory=list
-    )  # links that lead back to a folder around them
-    devices: list[str] = field(
-        default_factory=list
-    )  # neither files nor folders, such as pipes
+    hidden: list[str] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
 
     def files_below(self, folder: str) -> list[str]:
-        """Return the files below a folder, or all for ""."""
+        """Return the files below a folder, or all files for ""."""
         return [
             name for name in self.files if not folder or name.startswith(f"{folder}/")
         ]
 
     def subfolders(self, folder: str) -> list[str]:
-        """Return the names of the folders in a folder, or in the whole for "", in alphabetical order."""
+        """Return the names of the folders in a folder, in alphabetical order; "" is the top folder."""
         parent = PurePosixPath(folder)
         return sorted(
             PurePosixPath(name).name
@@ -62,7 +69,7 @@ class FolderContents:
         )
 
     def report_unread(self, report: DataReport) -> None:
-        """Add facts about what cannot be read, whatever the layout."""
+        """Add facts about entries that no layout reads: hidden ones, loops, devices, and folders without files."""
         report.leave_out(HIDDEN_REASON, self.hidden)
         report.leave_out("links that lead back to a folder around them", self.loops)
         report.leave_out("neither files nor folders", self.devices)
@@ -79,7 +86,7 @@ class FolderContents:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder of that name plays no part.
+    """Return whether a file or folder of that name is ignored.
 
     >>> is_hidden(".ipynb_checkpoints"), is_hidden("@eaDir"), is_hidden("cat")
     (True, True, False)
@@ -88,14 +95,14 @@ def is_hidden(name: str) -> bool:
 
 
 def is_image_file(name: str) -> bool:
-    """Return whether a file has an ending of the pictures that are read."""
+    """Return whether a file name has the ending of an image format that is read."""
     return name.lower().endswith(IMAGE_ENDINGS)
 
 
 def list_folder(folder: Path) -> FolderContents:
-    """Return all that is below a folder, in alphabetical order; links are followed."""
+    """List all that is below a folder, in alphabetical order, following links."""
     contents = FolderContents()
-    _collect(contents, folder, "", hidden=False, around=())
+    _collect(contents, folder, "", hidden=False, parents=())
     return contents
 
 
@@ -104,33 +111,46 @@ def _collect(
     folder: Path,
     prefix: str,
     hidden: bool,
-    around: tuple[Any, ...],
+    parents: tuple[tuple[int, int], ...],
 ) -> None:
+    """Add the entries of a folder, and of the folders in it, to ``contents``.
+
+    Args:
+        contents: gets the entries.
+        folder: folder that is listed.
+        prefix: its name relative to the top folder, with a "/" at the end.
+        hidden: whether it lies in a hidden folder or is one.
+        parents: device and inode of the folders around it.
+    """
     with explain_read_errors(folder):
         stat = folder.stat()
         entries = sorted(os.listdir(folder))
-    inside = (*around, (stat.st_dev, stat.st_ino))
+    parents = (*parents, (stat.st_dev, stat.st_ino))
     if hidden and not entries:
         contents.hidden.append(prefix.removesuffix("/"))
     for entry in entries:
-        name, path, is_shadow = (
-            f"{prefix}{entry}",
-            folder / entry,
-            hidden or is_hidden(entry),
-        )
-        kind = _entry_kind(path, inside)
+        name, path = f"{prefix}{entry}", folder / entry
+        is_entry_hidden = hidden or is_hidden(entry)
+        kind = _entry_kind(path, parents)
         if kind == "folder":
-            if not is_shadow:
+            if not is_entry_hidden:
                 contents.folders.append(name)
-            _collect(contents, path, f"{name}/", is_shadow, inside)
+            _collect(contents, path, f"{name}/", is_entry_hidden, parents)
+        elif kind == "file" and is_entry_hidden:
+            contents.hidden.append(name)
         elif kind == "file":
-            (contents.hidden if is_shadow else contents.files).append(name)
+            contents.files.append(name)
+        elif kind == "loop":
+            contents.loops.append(name)
         else:
-            (contents.loops if kind == "loop" else contents.devices).append(name)
+            contents.devices.append(name)
 
 
-def _entry_kind(path: Path, inside: tuple[Any, ...]) -> str:
-    """Return "file", "folder", "loop" or "device"; a link to nowhere is a file, which is missed when it is read."""
+def _entry_kind(path: Path, parents: tuple[tuple[int, int], ...]) -> str:
+    """Return "file", "folder", "loop" or "device".
+
+    A link to nowhere is a file, whose absence is an error when it is read.
+    """
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -140,36 +160,42 @@ def _entry_kind(path: Path, inside: tuple[Any, ...]) -> str:
             return "loop"
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if S_ISDIR(stat.st_mode):
-        return "loop" if (stat.st_dev, stat.st_ino) in inside else "folder"
+        return "loop" if (stat.st_dev, stat.st_ino) in parents else "folder"
     return "file" if S_ISREG(stat.st_mode) else "device"
 
 
 def report_unused_files(
     report: DataReport, names: Iterable[str], reason: str = OUTSIDE_CLASS_FOLDERS
 ) -> None:
-    """Add facts about files that are not read; ``reason`` is that of pictures of a kind that would be."""
-    by_reason: dict[str, list[str]] = defaultdict(list)
+    """Add facts about files that are not read.
+
+    Args:
+        report: gets the facts.
+        names: names of the files.
+        reason: why images in formats that are read are not used here.
+    """
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if is_image_file(name):
-            by_reason[reason].append(name)
+            names_by_reason[reason].append(name)
+        elif name.lower().endswith(UNREAD_ENDINGS):
+            names_by_reason[UNREAD_FORMAT].append(name)
         else:
-            by_reason[
-                UNREAD_FORMAT if name.lower().endswith(UNREAD_ENDINGS) else NOT_AN_IMAGE
-            ].append(name)
-    for why, found in by_reason.items():
-        report.leave_out(why, found)
+            names_by_reason[NOT_AN_IMAGE].append(name)
+    for file_reason, file_names in names_by_reason.items():
+        report.leave_out(file_reason, file_names)
 
 
 class ImageFiles(Dataset):
-    """Pictures of classes on disk, as torchvision's ImageFolder has them.
+    """Images of classes on disk, with the attributes of torchvision's ImageFolder.
 
     Attributes:
-        root: their folder.
+        root: the folder of the class folders.
         classes: names of the classes, in the order of their numbers.
-        samples: path and number of the class of every picture.
-        targets: number of the class of every picture.
-        target_transform: from numbers of these classes to those of the training data; None where they are the same.
-        bits: that grey pictures of 16 bits use, see ``pictures.bits_of``.
+        samples: path and class number of every image.
+        targets: class number of every image.
+        target_transform: maps class numbers of these files to those of the training data; None if they are equal.
+        bits: number of bits that 16-bit grey images use, see ``image_decoding.grey_bits``.
     """
 
     def __init__(
@@ -181,7 +207,7 @@ class ImageFiles(Dataset):
         self.bits: int | None = None
 
     def label(self, index: int) -> int:
-        """Return the class of a picture, in the numbering of the training data."""
+        """Return the class number of an image, in the numbering of the training data."""
         number = self.samples[index][1]
         return (
             number if self.target_transform is None else self.target_transform(number)
@@ -197,47 +223,43 @@ class ImageFiles(Dataset):
 def read_class_folders(
     folder: Path, part: str, contents: FolderContents, report: DataReport
 ) -> ImageFiles:
-    """Return the pictures in the class folders of a split, and report all else below it.
+    """Return the images in the class folders of a split; report all other files below it.
 
     Args:
-        folder: of the data set.
+        folder: folder of the data set.
         part: name of the split's folder in it, "" for the folder itself.
-        contents: of ``folder``.
-        report: of the data set.
+        contents: contents of ``folder``.
+        report: gets the facts.
 
     Raises:
-        ValueError: for a class without pictures, and where there is no class.
+        ValueError: for a class without images, and if there is no class.
     """
     classes = contents.subfolders(part)
     if not classes:
         raise ValueError(
             f"{folder / part} has no folder of a class in it{_suggest_class_folders(contents, part)}"
         )
-    files_of, outside = _group_by_class(contents.files_below(part), part, classes)
+
+    files_by_class, unused = _group_by_class(contents.files_below(part), part, classes)
     samples: list[tuple[str, int]] = []
-    unread = outside
     nested: Counter[str] = Counter()
     for number, name in enumerate(classes):
-        pictures = [file for file in files_of[name] if is_image_file(file)]
-        others = [file for file in files_of[name] if not is_image_file(file)]
-        if not pictures:
+        images = [file for file in files_by_class[name] if is_image_file(file)]
+        other_files = [file for file in files_by_class[name] if not is_image_file(file)]
+        if not images:
             raise ValueError(
-                f"{folder / part / name} is the folder of a class, and has no picture{_describe_other_files(others)}"
+                f"{folder / part / name} is the folder of a class, and has no image{_describe_other_files(other_files)}"
             )
         samples += [
-            (str(folder / file), number)
-            for file in sorted(pictures, key=posixpath.split)
+            (str(folder / file), number) for file in sorted(images, key=posixpath.split)
         ]
-        unread += others
-        parents = Counter(posixpath.dirname(file) for file in pictures)
-        nested.update(
-            {
-                parent: n
-                for parent, n in parents.items()
-                if parent != posixpath.join(part, name)
-            }
-        )
-    report_unused_files(report, unread)
+        unused += other_files
+        for file in images:
+            parent = posixpath.dirname(file)
+            if parent != posixpath.join(part, name):
+                nested[parent] += 1
+
+    report_unused_files(report, unused)
     _report_nested(report, nested)
     _report_similar_classes(report, part, classes)
     return ImageFiles(folder / part, classes, samples)
@@ -246,36 +268,41 @@ def read_class_folders(
 def _group_by_class(
     files: list[str], part: str, classes: Collection[str]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the files of each class folder of a split, and those beside the class folders."""
-    files_of: dict[str, list[str]] = {name: [] for name in classes}
-    outside: list[str] = []
+    """Return the files of each class folder of a split, and the files beside the class folders."""
+    files_by_class: dict[str, list[str]] = {name: [] for name in classes}
+    beside: list[str] = []
+    prefix = f"{part}/" if part else ""
     for file in files:
-        first, _, rest = file.removeprefix(f"{part}/" if part else "").partition("/")
-        (files_of[first] if rest else outside).append(file)
-    return files_of, outside
+        first, _, rest = file.removeprefix(prefix).partition("/")
+        if rest:
+            files_by_class[first].append(file)
+        else:
+            beside.append(file)
+    return files_by_class, beside
 
 
 def _describe_other_files(files: list[str]) -> str:
-    """Return what is in a class folder that has no picture."""
+    """Return what a class folder without images has instead, and what to do; "" for an empty folder."""
     if not files:
         return ""
     endings = Counter(
         PurePosixPath(name).suffix.lower() or "without ending" for name in files
     )
-    found = ", ".join(
+    counts = [
         f"{pluralize(count, 'file')} {ending}"
         for ending, count in endings.most_common(3)
-    )
-    return f" that is read (found: {found}); save pictures as .jpg or .png"
+    ]
+    return f" that is read (found: {', '.join(counts)}); save images as .jpg or .png"
 
 
 def _suggest_class_folders(contents: FolderContents, part: str) -> str:
-    pictures = [name for name in contents.files_below(part) if is_image_file(name)]
-    if not pictures:
+    """Return the advice to sort images that lie directly in a folder into class folders, "" without images."""
+    images = [name for name in contents.files_below(part) if is_image_file(name)]
+    if not images:
         return ""
     return (
-        f"; {pluralize(len(pictures), 'picture')} lie directly in it ({list_first(pictures)}): give those of every "
-        f"class a folder of their own, {part + '/' if part else ''}<class>/"
+        f"; {pluralize(len(images), 'image')} lie directly in it ({list_first(images)}): give those of every class "
+        f"a folder of their own, {part + '/' if part else ''}<class>/"
     )
 
 
@@ -284,29 +311,29 @@ def _report_nested(report: DataReport, nested: Counter[str]) -> None:
         folders = [f"{name} {count:,}" for name, count in sorted(nested.items())]
         report.add(
             "changed",
-            f"{pluralize(nested.total(), 'picture')} in folders inside of class folders belong to that class "
+            f"{pluralize(nested.total(), 'image')} in folders inside of class folders belong to that class "
             f"({list_first(folders)})",
         )
 
 
 def normalize_name(name: str) -> str:
-    """Return what names have in common that people take for one: case, composed letters and blanks do not count."""
+    """Return a name in lower case, with composed letters and single blanks: equal for names that users take for one."""
     return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
 def _report_similar_classes(
     report: DataReport, part: str, classes: Collection[str]
 ) -> None:
-    for alike in group_similar_names(classes):
-        where = f" in {part}/" if part else ""
+    folder = f" in {part}/" if part else ""
+    for names in group_similar_names(classes):
         report.add(
             "classes",
-            f"{' and '.join(alike)}{where} differ in spelling alone, and are {len(alike)} classes",
+            f"{' and '.join(names)}{folder} differ in spelling alone, and are {len(names)} classes",
         )
 
 
 def group_similar_names(names: Collection[str]) -> list[list[str]]:
-    """Return the names that differ in case, composed letters or blanks alone, in groups.
+    """Return groups of names that differ only in case, composed letters or blanks.
 
     >>> group_alike(["Cat", "cat", "dog"])
     [['Cat', 'cat']]
@@ -318,56 +345,57 @@ def group_similar_names(names: Collection[str]) -> list[list[str]]:
 
 
 def identical_files(first: Sequence[str], second: Sequence[str]) -> dict[str, str]:
-    """Return files of ``second`` whose bytes are those of a file of ``first``: {file: its copy in first}.
+    """Return files of ``second`` with the bytes of a file of ``first``: {file: its copy in first}.
 
-    Files of one size alone are opened, and those alone are read whole that are equal in the middle, too.
+    Only files of equal size are opened, and only those with an equal middle part are read whole.
     """
-    ours, theirs = list(first), list(second)
+    paths, other_paths = list(first), list(second)
     digests: dict[str, Any] = {}
-    for key in (_size, _middle, _digest):
-        digests = {path: key(path) for path in [*ours, *theirs]}
-        shared = {digests[path] for path in ours} & {
-            digests[path] for path in theirs
-        } - {MISSING_SIZE}
-        ours = [path for path in ours if digests[path] in shared]
-        theirs = [path for path in theirs if digests[path] in shared]
+    for digest in (_size, _middle, _digest):
+        digests = {path: digest(path) for path in [*paths, *other_paths]}
+        shared = {digests[path] for path in paths}
+        shared &= {digests[path] for path in other_paths}
+        shared.discard(MISSING_SIZE)
+        paths = [path for path in paths if digests[path] in shared]
+        other_paths = [path for path in other_paths if digests[path] in shared]
+
     originals: dict[str, str] = {}
-    for path in ours:
+    for path in paths:
         originals.setdefault(digests[path], path)
-    return {path: originals[digests[path]] for path in theirs}
+    return {path: originals[digests[path]] for path in other_paths}
 
 
 def duplicate_files(paths: Sequence[str]) -> dict[str, str]:
-    """Return files whose bytes are those of an earlier one: {file: the first of its copies}."""
-    left = list(paths)
+    """Return files with the bytes of an earlier file: {file: the first file with these bytes}."""
+    candidates = list(paths)
     digests: dict[str, Any] = {}
-    for key in (_size, _middle, _digest):
-        digests = {path: key(path) for path in left}
+    for digest in (_size, _middle, _digest):
+        digests = {path: digest(path) for path in candidates}
         counts = Counter(digests.values())
-        left = [
+        candidates = [
             path
-            for path in left
+            for path in candidates
             if counts[digests[path]] > 1 and digests[path] != MISSING_SIZE
         ]
+
     originals: dict[str, str] = {}
-    for path in left:
-        originals.setdefault(digests[path], path)
-    return {
-        path: originals[digests[path]]
-        for path in left
-        if originals[digests[path]] != path
-    }
+    copies = {}
+    for path in candidates:
+        original = originals.setdefault(digests[path], path)
+        if original != path:
+            copies[path] = original
+    return copies
 
 
 def _size(path: str) -> int:
     try:
         return Path(path).stat().st_size
-    except FileNotFoundError:  # a link to nowhere: named when it is read
+    except FileNotFoundError:  # a link to nowhere, which is an error when it is read
         return MISSING_SIZE
 
 
 def _middle(path: str) -> bytes:
-    """Return some bytes from the middle of a file."""
+    """Return ``MIDDLE_BYTES`` from the middle of a file."""
     with explain_read_errors(Path(path)), Path(path).open("rb") as file:
         file.seek(max(0, _size(path) // 2 - MIDDLE_BYTES // 2))
         return file.read(MIDDLE_BYTES)

@@ -69,12 +69,12 @@ def read_digits(report: DataReport) -> RawGraph:
     }
     report.add(
         "read",
-        "scikit-learn's digits, an edge from every picture to its 8 nearest neighbours",
+        "scikit-learn's digits, an edge from every image to its 8 nearest neighbours",
     )
     report.add("changed", "pixels divided by 16")
     report.add(
         "split",
-        "of every class 5 pictures are trained on, 20 validate, the rest tests, drawn with seed 0",
+        "of every class 5 images are trained on, 20 validate, the rest tests, drawn with seed 0",
     )
     title = "scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class"
     return RawGraph(title, (source, destination), pixels, labels, split)

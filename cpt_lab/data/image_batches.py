@@ -1,4 +1,8 @@
-"""Batches of images: a pure function of (seed, step), from memory or from disk, and the order of evaluation."""
+"""Batches of images as a pure function of (seed, step), from memory or from disk, and the batches of an evaluation.
+
+``array_batches`` augments images in memory on the device; ``file_batches`` reads and augments files in worker
+processes; ``evaluation_batches`` yields a split in order.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,7 +18,7 @@ from cpt_lab.data.loading import make_loader, to_device
 from cpt_lab.data.random_streams import Stream, batch_keys, seeded_generator
 from cpt_lab.experiments.image import ImageRecipe
 
-EVALUATION_IMAGES = 250  # images from disk
+EVALUATION_IMAGES = 250  # images from disk in a batch of an evaluation
 
 
 def array_batches(
@@ -27,61 +31,66 @@ def array_batches(
 ) -> Iterator[Batch]:
     """Yield batches of images in memory, augmented on the device, from step ``start`` on, without end.
 
-    A batch is a pure function of (seed, step); the last one of an epoch may be smaller. The device is where the images
-    are kept, too; ``data`` has their mean and standard deviation.
+    A batch is a pure function of (seed, step); the last one of an epoch may be smaller. The images stay on the device;
+    ``data`` has their mean and standard deviation.
     """
     pad, size = int(recipe.crop), split.images.shape[-1]
     images = torch.nn.functional.pad(split.images, (pad,) * 4).to(device)
-    # every position of the window as a view, then one gather: an offset of its own for each image
+    # Every crop position is a view, so one gather gives each image its own offset.
     windows = images.unfold(2, size, 1).unfold(3, size, 1)
-    labels, normalize = (
-        split.labels.to(device),
-        normalizer(device, data.mean, data.std, 255),
-    )
+    labels = split.labels.to(device)
+    normalize = make_normalizer(device, data.mean, data.std, 255)
     for step, keys in enumerate(
         batch_keys(len(split), recipe.batch, seed, start), start
     ):
         generator, n = seeded_generator(seed, step, Stream.AUGMENT), len(keys)
-        drawn = torch.zeros(
-            4, n, dtype=torch.int64
-        )  # image, row and column of the window, whether it is mirrored
-        drawn[0] = torch.tensor([number for _, number in keys])
+        # Rows: image, row and column of the crop, whether it is mirrored. One tensor needs one copy to the device.
+        draws = torch.zeros(4, n, dtype=torch.int64)
+        draws[0] = torch.tensor([index for _, index in keys])
         if pad:
-            drawn[1:3] = torch.randint(0, 2 * pad + 1, (2, n), generator=generator)
+            draws[1:3] = torch.randint(0, 2 * pad + 1, (2, n), generator=generator)
         if recipe.flip:
-            drawn[3] = torch.rand(n, generator=generator) < 0.5
-        index, row, column, mirrored = to_device(drawn, device)
-        made = windows[index, :, row, column]
+            draws[3] = torch.rand(n, generator=generator) < 0.5
+        index, row, column, mirrored = to_device(draws, device)
+        crops = windows[index, :, row, column]
         if recipe.flip:
-            made = torch.where(
-                mirrored.bool()[:, None, None, None], made.flip(-1), made
+            crops = torch.where(
+                mirrored.bool()[:, None, None, None], crops.flip(-1), crops
             )
-        yield normalize(made.float()), labels[index]
+        yield normalize(crops.float()), labels[index]
 
 
-def normalizer(
+def make_normalizer(
     device: torch.device,
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
     white: int = 1,
 ) -> Callable[[Tensor], Tensor]:
-    """Return what normalises pixels from 0 to ``white``, float32 (N, C, H, W) on the device, in place."""
+    """Return a function that normalises pixels in place, float32 (N, C, H, W) on the device.
+
+    Args:
+        device: device of the images.
+        mean: mean of every channel, for pixels from 0 to 1.
+        std: standard deviation of every channel.
+        white: largest value of a pixel.
+    """
     shift, scale = (
         to_device((white * torch.tensor(x)).view(-1, 1, 1), device) for x in (mean, std)
     )
-    return lambda images: images.sub_(shift).div_(scale)
+
+    def normalize(images: Tensor) -> Tensor:
+        return images.sub_(shift).div_(scale)
+
+    return normalize
 
 
 class _TransformedFiles(Dataset):
-    """Images from disk, transformed; what is random depends on (seed, epoch, index) alone. Keys: (epoch, index)."""
+    """Transformed images from disk by key (epoch, index); random transforms depend on (seed, epoch, index) alone."""
 
-    def __init__(self, files: Any, steps: list[Any], seed: int = 0) -> None:
+    def __init__(self, files: Any, transforms: list[Any], seed: int = 0) -> None:
         v2 = import_optional("torchvision.transforms.v2", "vision")
-        self.files, self.transform, self.seed = (
-            files,
-            v2.Compose([*steps, v2.PILToTensor()]),
-            seed,
-        )
+        self.files, self.seed = files, seed
+        self.transform = v2.Compose([*transforms, v2.PILToTensor()])
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, index = key
@@ -94,12 +103,12 @@ class _TransformedFiles(Dataset):
 
 
 def batch_bytes(recipe: ImageRecipe) -> int:
-    """Return how many bytes of images lie in a batch of training and one of evaluation."""
+    """Return the size in bytes of one training batch and one evaluation batch of images together."""
     return 3 * recipe.size**2 * (recipe.batch + EVALUATION_IMAGES)
 
 
 def training_files(split: Any, recipe: ImageRecipe, seed: int) -> _TransformedFiles:
-    """Return images with the random transform of training: resized crop and flip, as for ImageNet."""
+    """Return images with the random transform of training, a resized crop and a flip, as for ImageNet."""
     v2 = import_optional("torchvision.transforms.v2", "vision")
     flip = [v2.RandomHorizontalFlip()] if recipe.flip else []
     return _TransformedFiles(
@@ -116,7 +125,19 @@ def file_batches(
     start: int,
     share: Callable[[list[Any]], list[Any]] = list,
 ) -> Iterator[Batch]:
-    """Yield batches of images read from disk by worker processes, a share of each; else as ``array_batches``."""
+    """Yield training batches of images that worker processes read from disk, from step ``start`` on, without end.
+
+    A batch is a pure function of (seed, step).
+
+    Args:
+        split: images on disk.
+        recipe: recipe of the run.
+        seed: seed of order and augmentation.
+        device: device to which batches go.
+        workers: number of worker processes; 0 reads in this process.
+        start: first step.
+        share: returns this process's part of the keys of a batch.
+    """
     keys = map(share, batch_keys(len(split), recipe.batch, seed, start))
     return _load_batches(training_files(split, recipe, seed), keys, device, workers)
 
@@ -127,12 +148,10 @@ def _load_batches(
     device: torch.device,
     workers: int,
 ) -> Iterator[Batch]:
-    normalize = normalizer(device)
+    normalize = make_normalizer(device)
     for images, labels in make_loader(data, device, workers, batch_sampler=keys):
-        yield (
-            normalize(to_device(images, device).float().mul_(1 / 255)),
-            to_device(labels, device),
-        )
+        pixels = to_device(images, device).float().mul_(1 / 255)
+        yield normalize(pixels), to_device(labels, device)
 
 
 def evaluation_batches(
@@ -140,22 +159,18 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield a split once, in order, without augmentation."""
     if isinstance(split, ArrayImages):
-        normalize = normalizer(device, data.mean, data.std, 255)
-        for part in (
-            split[start : start + 1000] for start in range(0, len(split), 1000)
-        ):
-            yield (
-                normalize(to_device(part.images, device).float()),
-                to_device(part.labels, device),
-            )
-    else:
-        v2 = import_optional("torchvision.transforms.v2", "vision")
-        files = _TransformedFiles(
-            split, [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
-        )
-        keys = [(0, index) for index in range(len(files.files))]
-        batches = [
-            keys[i : i + EVALUATION_IMAGES]
-            for i in range(0, len(keys), EVALUATION_IMAGES)
-        ]
-        yield from _load_batches(files, batches, device, workers)
+        normalize = make_normalizer(device, data.mean, data.std, 255)
+        for start in range(0, len(split), 1000):
+            part = split[start : start + 1000]
+            images = to_device(part.images, device).float()
+            yield normalize(images), to_device(part.labels, device)
+        return
+
+    v2 = import_optional("torchvision.transforms.v2", "vision")
+    resize = v2.Resize(round(size / 0.875), antialias=True)
+    files = _TransformedFiles(split, [resize, v2.CenterCrop(size)])
+    keys = [(0, index) for index in range(len(files.files))]
+    batches = [
+        keys[i : i + EVALUATION_IMAGES] for i in range(0, len(keys), EVALUATION_IMAGES)
+    ]
+    yield from _load_batches(files, batches, device, workers)

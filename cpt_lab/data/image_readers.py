@@ -1,6 +1,7 @@
-"""Readers of images of one's own: archives, and folders of classes, into memory or as lists of files.
+"""Readers of the user's own images: archives and class folders, into memory or as lists of files.
 
-Pictures of any kind are read as eight-bit red, green and blue, see ``pictures``.
+``read_own_images`` returns images in memory, ``inspect_image_folders`` lists of files that stay on disk. Images of any
+kind are read as eight-bit RGB, see ``image_decoding``.
 """
 
 import io
@@ -61,8 +62,9 @@ TEST_FOLDERS = (
     "valid",
     "validation",
     "test",
-)  # folders of what is tested on; the first that is there
-TRAIN_FOLDER_NAMES = ("train", "training", "trn")  # what people call their splits
+)  # the first that exists is tested on
+# Names that users give to folders of splits.
+TRAIN_FOLDER_NAMES = ("train", "training", "trn")
 TEST_FOLDER_NAMES = (
     *TEST_FOLDERS,
     "validate",
@@ -72,8 +74,8 @@ TEST_FOLDER_NAMES = (
     "evaluation",
     "holdout",
 )
-MAX_SHARED_TEST_IMAGES = (
-    0.1  # of the test images of archives may be copies of training images
+MAX_SHARED_TEST_SHARE = (
+    0.1  # share of the test images of archives that may be copies of training images
 )
 T = TypeVar("T")
 
@@ -93,42 +95,52 @@ class ArrayImages:
 
 
 class OwnImages(NamedTuple):
-    """Images to train and to test on, in memory or on disk."""
+    """Images to train and to test on: ArrayImages in memory or ImageFiles on disk.
 
-    train: Any  # ArrayImages or PictureFiles
+    ``classes`` are the names of the classes, empty where labels are numbers.
+    """
+
+    train: Any
     test: Any
     title: str
-    classes: list[str]  # names; empty where labels are numbers
+    classes: list[str]
 
 
 class ImageSource(NamedTuple):
-    """A picture in a file of its own, or in an archive."""
+    """An encoded image in a file of its own, or in an archive.
 
-    name: str  # in reports
-    path: Path  # of the file or the archive
-    content: bytes | None = None  # where an archive holds it
+    Attributes:
+        name: name in reports.
+        path: path of the file or the archive.
+        content: bytes of the image if an archive holds it, else None.
+    """
+
+    name: str
+    path: Path
+    content: bytes | None = None
 
 
 def read_own_images(dataset: str, size: int, report: DataReport) -> OwnImages:
-    """Return training and test images in memory; pictures of a folder come at ``size`` pixels.
+    """Return training and test images in memory; images from class folders are resized to ``size`` pixels.
 
     Raises:
         DataNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
     """
-    given = [own_path(part) for part in dataset.split(",")]
-    folder = given[0]
-    if (
-        len(given) == 1
-        and folder.is_dir()
-        and ((folder / "train").is_dir() or not any(folder.glob("*.npz")))
-    ):
-        found = list_image_folders(folder, report)
-        train, test = _load_resized(folder, [found.train, found.test], size, report)
-        return found._replace(train=train, test=test)
-    title = f"own images ({folder.name if len(given) == 1 else folder.stem})"
-    train, test = _read_archive_pair(
-        dataset, given if len(given) > 1 else _find_archives(folder, report), report
-    )
+    paths = [own_path(part) for part in dataset.split(",")]
+    folder = paths[0]
+    if len(paths) == 1 and folder.is_dir():
+        has_archives = any(folder.glob("*.npz"))
+        if (folder / "train").is_dir() or not has_archives:
+            files = list_image_folders(folder, report)
+            train, test = _load_resized(folder, [files.train, files.test], size, report)
+            return files._replace(train=train, test=test)
+
+    if len(paths) == 1:
+        title = f"own images ({folder.name})"
+        paths = _find_archives(folder, report)
+    else:
+        title = f"own images ({folder.stem})"
+    train, test = _read_archive_pair(dataset, paths, report)
     return OwnImages(train, test, title, [])
 
 
@@ -136,7 +148,7 @@ def read_own_images(dataset: str, size: int, report: DataReport) -> OwnImages:
 
 
 class _Archive(NamedTuple):
-    """Content of an archive: labels (n,), and images (n, H, W) or (n, H, W, C), or pictures to decode."""
+    """Content of an archive: labels (n,), and either pixels (n, H, W) or (n, H, W, C), or encoded images."""
 
     path: Path
     labels: np.ndarray
@@ -147,6 +159,7 @@ class _Archive(NamedTuple):
 def _read_archive_pair(
     dataset: str, paths: list[Path], report: DataReport
 ) -> list[ArrayImages]:
+    """Return the images of a training and a test archive."""
     if len(paths) != 2:
         raise ValueError(
             f"two archives expected, 'train.npz,test.npz', got {dataset!r}"
@@ -164,15 +177,18 @@ def _read_archive_pair(
         _check_archive(archive, list(itertools.islice(decoded, len(archive.sources))))
         for archive in archives
     )
-    for name, part in zip(names, (train, test), strict=True):
-        _, channels, height, width = part.images.shape
+
+    for name, images in zip(names, (train, test), strict=True):
+        _, channels, height, width = images.images.shape
         report.add(
             "read",
-            f"{name}: {pluralize(len(part), 'image')}, {width} x {height} pixels, {pluralize(channels, 'channel')}",
+            f"{name}: {pluralize(len(images), 'image')}, {width} x {height} pixels, {pluralize(channels, 'channel')}",
         )
-    if train.images.shape[1] != test.images.shape[1]:
-        both = " and ".join(str(part.images.shape[1]) for part in (train, test))
-        raise ValueError(f"{dataset}: training and test images have {both} channels")
+    train_channels, test_channels = train.images.shape[1], test.images.shape[1]
+    if train_channels != test_channels:
+        raise ValueError(
+            f"{dataset}: training and test images have {train_channels} and {test_channels} channels"
+        )
     unknown = test.labels[test.labels > train.labels.max()]
     if len(unknown):
         raise ValueError(
@@ -183,13 +199,13 @@ def _read_archive_pair(
 
 
 def _check_shared_images(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
-    """Refuse test images that are training images: all of them, or more than a tenth."""
+    """Refuse test images that are training images: all of them, or more than ``MAX_SHARED_TEST_SHARE``."""
     shared = identical_images(train.images, test.images)
     if len(shared) == len(test):
         raise ValueError(
             f"{dataset}: the {len(test)} test images are the training images; a test needs others"
         )
-    if len(shared) > MAX_SHARED_TEST_IMAGES * len(test):
+    if len(shared) > MAX_SHARED_TEST_SHARE * len(test):
         pairs = list_first(
             [f"test image {i} is training image {k}" for i, k in shared.items()]
         )
@@ -228,44 +244,46 @@ def _find_archives(folder: Path, report: DataReport) -> list[Path]:
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """Return short names of two archives that tell them apart."""
+    """Return the names of two archives, with their folders if the names are equal."""
     names = [path.name for path in paths]
-    return (
-        names
-        if len(set(names)) == len(names)
-        else [f"{path.parent.name}/{path.name}" for path in paths]
-    )
+    if len(set(names)) == len(names):
+        return names
+    return [f"{path.parent.name}/{path.name}" for path in paths]
 
 
 def _read_archive(path: Path, name: str, report: DataReport) -> _Archive:
     with (
         explain_read_errors(path),
         path.open("rb") as file,
-        np.load(file, allow_pickle=False) as z,
+        np.load(file, allow_pickle=False) as archive,
     ):
-        keys = set(z.files)
+        keys = set(archive.files)
         if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
             raise ValueError(
                 f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}"
             )
-        given = z["labels"]
-        labels = as_int64_vector(f"{path}: labels", given)
-        images = z["data"] if "data" in keys else None
-        sources = (
-            []
-            if "data" in keys
-            else _packed_sources(path, name, z["jpeg"], z["offsets"])
-        )
-    used = {"labels", "data"} if "data" in keys else {"labels", "jpeg", "offsets"}
-    if unused := sorted(keys - used):
+        stored_labels = archive["labels"]
+        labels = as_int64_vector(f"{path}: labels", stored_labels)
+        if "data" in keys:
+            used = {"labels", "data"}
+            images, sources = archive["data"], []
+        else:
+            used = {"labels", "jpeg", "offsets"}
+            images, sources = (
+                None,
+                _packed_sources(path, name, archive["jpeg"], archive["offsets"]),
+            )
+
+    unused = sorted(keys - used)
+    if unused:
         report.add(
             "left out",
             f"{pluralize(len(unused), 'array')} of {name}: {list_first(unused)}",
         )
-    if given.dtype.kind not in "iu" or given.ndim != 1:
+    if stored_labels.dtype.kind not in "iu" or stored_labels.ndim != 1:
         report.add(
             "changed",
-            f"labels of {name}, {given.dtype} of shape {given.shape}, became whole numbers (n,)",
+            f"labels of {name}, {stored_labels.dtype} of shape {stored_labels.shape}, became whole numbers (n,)",
         )
     return _Archive(path, labels, images, sources)
 
@@ -273,7 +291,7 @@ def _read_archive(path: Path, name: str, report: DataReport) -> _Archive:
 def _packed_sources(
     path: Path, name: str, raw: np.ndarray, offsets: np.ndarray
 ) -> list[ImageSource]:
-    """Return the pictures of files that lie one after the other in an archive."""
+    """Return the encoded images that lie one after the other in the array ``jpeg`` of an archive."""
     ends = as_int64_vector(f"{path}: offsets", offsets)
     if (
         len(ends) < 2
@@ -284,15 +302,14 @@ def _packed_sources(
         raise ValueError(
             f"{path}: offsets must rise from 0 to the length of jpeg, {len(raw)}"
         )
-    parts = enumerate(itertools.pairwise(ends))
-    return [
-        ImageSource(f"{name} picture {i}", path, raw[a:b].tobytes())
-        for i, (a, b) in parts
-    ]
+    sources = []
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
+        sources.append(ImageSource(f"{name} image {i}", path, raw[start:end].tobytes()))
+    return sources
 
 
 def _check_archive(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
-    """Return the images of an archive; ValueError where they are not as documented."""
+    """Return the images of an archive; ValueError if arrays do not have the documented shapes and types."""
     path, labels = archive.path, archive.labels
     if archive.images is not None:
         images = archive.images
@@ -323,136 +340,147 @@ def _check_archive(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
 
 
 def list_image_folders(folder: Path, report: DataReport) -> OwnImages:
-    """Return lists of files to train and to test on, the second numbered by the classes of the first.
+    """Return lists of files to train and to test on, both with the class numbers of the training data.
 
-    They are those of ``train/`` and of the first of ``HELD``; a class may be missing from the second, but not from the
-    first. Where there is one of them alone, or class folders alone, every fifth picture of a class is tested on, in an
-    order drawn once and for all, and the title says so.
+    They are the files of ``train/`` and of the first of ``TEST_FOLDERS``; a class may be missing from the test folder,
+    but not from ``train/``. If there is only one of the two folders, or only class folders, every fifth image of a
+    class is tested on, drawn with a fixed seed, and the title says so.
 
     Raises:
         DataNotFoundError, ValueError: naming the folder, and what is wrong with it.
     """
     contents = list_folder(folder)
     parts = contents.subfolders("")
-    first = "train" if "train" in parts else ""
-    held = next((part for part in TEST_FOLDERS if part in parts), None)
-    if not first and held:
+    train_folder = "train" if "train" in parts else ""
+    test_folder = next((part for part in TEST_FOLDERS if part in parts), None)
+    if not train_folder and test_folder:
         raise DataNotFoundError(
-            f"{folder} has {held}/ and no train/; it needs train/<class>/"
+            f"{folder} has {test_folder}/ and no train/; it needs train/<class>/"
         )
-    _check_split_names(folder, parts, first, held)
+    _check_split_names(folder, parts, train_folder, test_folder)
     contents.report_unread(report)
-    if first:
-        _report_other_folders(report, contents, held)
-    title, train = (
-        f"own images ({folder.name})",
-        read_class_folders(folder, first, contents, report),
-    )
+    if train_folder:
+        _report_other_folders(report, contents, test_folder)
+
+    title = f"own images ({folder.name})"
+    train = read_class_folders(folder, train_folder, contents, report)
     if len(train.classes) == 1:
         raise ValueError(
-            f"{folder / first}: the only class is {train.classes[0]!r}; there is nothing to learn from one class; give "
-            "the pictures of every class a folder of their own"
+            f"{folder / train_folder}: the only class is {train.classes[0]!r}; there is nothing to learn from one "
+            "class; "
+            "give the images of every class a folder of their own"
         )
-    if held is None:
+    if test_folder is None:
         train, test = _draw_test_images(train, folder, report)
         return OwnImages(
             train, test, f"{title}, a fifth drawn to test on", train.classes
         )
-    test = read_class_folders(folder, held, contents, report)
+
+    test = read_class_folders(folder, test_folder, contents, report)
     if sum(part in TEST_FOLDERS for part in parts) > 1:
-        title += f", tested on {held}/"
-    _check_classes(folder / held, train.classes, test.classes)
-    _check_copies(folder, held, train, test)
+        title += f", tested on {test_folder}/"
+    _check_classes(folder / test_folder, train.classes, test.classes)
+    _check_copies(folder, test_folder, train, test)
     numbers = {name: number for number, name in enumerate(train.classes)}
     test.target_transform = [numbers[name] for name in test.classes].__getitem__
-    report.add("split", f"train/ is trained on and {held}/ tested on")
+    report.add("split", f"train/ is trained on and {test_folder}/ tested on")
     return OwnImages(train, test, title, train.classes)
 
 
 def _check_split_names(
-    folder: Path, parts: list[str], first: str, held: str | None
+    folder: Path, parts: list[str], train_folder: str, test_folder: str | None
 ) -> None:
-    """Refuse folders that look like splits under other names: they would be classes, or not be read."""
-    train = [
+    """Refuse folders with other names for splits: they would be read as classes, or not at all."""
+    train_like = [
         part for part in parts if part.lower() in TRAIN_FOLDER_NAMES and part != "train"
     ]
-    tested = [
+    test_like = [
         part
         for part in parts
         if part.lower() in TEST_FOLDER_NAMES and part not in TEST_FOLDERS
     ]
-    if first and held is None and tested:
+    if train_folder and test_folder is None and test_like:
         raise ValueError(
-            f"{folder} has train/ and {tested[0]}/; call the second one val/"
+            f"{folder} has train/ and {test_like[0]}/; call the second one val/"
         )
-    if not first and train and tested:
+    if not train_folder and train_like and test_like:
         raise ValueError(
-            f"{folder} has {train[0]}/ and {tested[0]}/; call the folders train/ and val/"
+            f"{folder} has {train_like[0]}/ and {test_like[0]}/; call the folders train/ and val/"
         )
 
 
 def _report_other_folders(
-    report: DataReport, contents: FolderContents, held: str | None
+    report: DataReport, contents: FolderContents, test_folder: str | None
 ) -> None:
-    """Add facts about what lies beside train/ and the folder that is tested on."""
+    """Add facts about files beside train/ and the test folder."""
     for part in contents.subfolders(""):
-        if part not in ("train", held):
-            reason = (
-                f"{held}/ is tested on"
-                if part in TEST_FOLDERS
-                else "only train/ and a folder to test on are read"
-            )
-            report_unused_files(report, contents.files_below(part), reason)
+        if part in ("train", test_folder):
+            continue
+        if part in TEST_FOLDERS:
+            reason = f"{test_folder}/ is tested on"
+        else:
+            reason = "only train/ and a folder to test on are read"
+        report_unused_files(report, contents.files_below(part), reason)
     report_unused_files(report, [name for name in contents.files if "/" not in name])
 
 
-def _check_classes(held: Path, known: list[str], tested: list[str]) -> None:
-    """Refuse classes that are only tested on."""
-    unknown = sorted(set(tested) - set(known))
+def _check_classes(
+    test_folder: Path, train_classes: list[str], test_classes: list[str]
+) -> None:
+    """Refuse classes of the test folder that the training data do not have."""
+    unknown = sorted(set(test_classes) - set(train_classes))
     if not unknown:
         return
-    names = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
-    alike = [
-        name for name in known if normalize_name(name) == normalize_name(unknown[0])
-    ]
+    known = ", ".join(train_classes[:20]) + (", ..." if len(train_classes) > 20 else "")
+    raise ValueError(
+        f"{test_folder}: class {unknown[0]!r} is unknown; those of train/ are {known}"
+        f"{_suggest_class_fix(test_folder, unknown[0], train_classes, test_classes)}"
+    )
+
+
+def _suggest_class_fix(
+    test_folder: Path, unknown: str, train_classes: list[str], test_classes: list[str]
+) -> str:
+    """Return what to do about an unknown class, "" where that is not known."""
+    for name in train_classes:
+        if normalize_name(name) == normalize_name(unknown):
+            return f"; {name!r} differs in spelling alone: give both folders one name"
+    if len(test_classes) > 1:
+        return ""
     tables = sorted(
         path.name
-        for path in held.iterdir()
+        for path in test_folder.iterdir()
         if path.is_file() and not is_image_file(path.name)
     )
-    way_out = ""
-    if alike:
-        way_out = (
-            f"; {alike[0]!r} differs in spelling alone: give both folders one name"
-        )
-    elif len(tested) == 1:
-        source = f" ({tables[0]} may say which)" if tables else ""
-        way_out = f"; give the pictures of every class a folder of their own, {held.name}/<class>/{source}"
-    raise ValueError(
-        f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}{way_out}"
-    )
+    source = f" ({tables[0]} may say which)" if tables else ""
+    return f"; give the images of every class a folder of their own, {test_folder.name}/<class>/{source}"
 
 
-def _check_copies(folder: Path, held: str, train: ImageFiles, test: ImageFiles) -> None:
-    """Refuse test pictures whose files are those of training pictures, byte for byte."""
-    copies = identical_files(
-        [path for path, _ in train.samples], [path for path, _ in test.samples]
-    )
+def _check_copies(
+    folder: Path, test_folder: str, train: ImageFiles, test: ImageFiles
+) -> None:
+    """Refuse test image files that are copies of training image files, byte for byte."""
+    train_paths = [path for path, _ in train.samples]
+    test_paths = [path for path, _ in test.samples]
+    copies = identical_files(train_paths, test_paths)
     if len(copies) == len(test):
         raise ValueError(
-            f"{folder / held}: the {len(test)} test images are the training images; a test needs others"
+            f"{folder / test_folder}: the {len(test)} test images are the training images; a test needs others"
         )
     if copies:
-        pairs = list_first(
-            [
-                f"{_relative_name(folder, one)} is {_relative_name(folder, other)}"
-                for one, other in sorted(copies.items())
-            ]
-        )
         raise ValueError(
-            f"{folder / held}: {len(copies):,} of {len(test):,} test images are copies of training images ({pairs}); a "
-            "test needs others: take them out of one of the two folders"
+            f"{folder / test_folder}: {len(copies):,} of {len(test):,} test images are copies of training images "
+            f"({_list_copies(folder, copies)}); a test needs others: take them out of one of the two folders"
         )
+
+
+def _list_copies(folder: Path, copies: dict[str, str]) -> str:
+    """Return the first copies and their originals, by names relative to a folder."""
+    pairs = [
+        f"{_relative_name(folder, copy)} is {_relative_name(folder, original)}"
+        for copy, original in sorted(copies.items())
+    ]
+    return list_first(pairs)
 
 
 def _relative_name(folder: Path, path: str) -> str:
@@ -462,78 +490,77 @@ def _relative_name(folder: Path, path: str) -> str:
 def _draw_test_images(
     files: ImageFiles, folder: Path, report: DataReport
 ) -> tuple[ImageFiles, ImageFiles]:
-    """Return two lists of the files of one, to train and to test on; copies stand on the side of their original."""
+    """Split a list of files into training files and a fifth of every class to test on.
+
+    Copies of a file are in the split of the original.
+    """
     copies = duplicate_files([path for path, _ in files.samples])
-    originals = [i for i, (path, _) in enumerate(files.samples) if path not in copies]
-    seen: Counter[int] = Counter()
-    tested: set[str] = set()
+    originals = [(path, label) for path, label in files.samples if path not in copies]
+    count_by_class: Counter[int] = Counter()
+    test_paths: set[str] = set()
     for position in np.random.default_rng(0).permutation(len(originals)):
-        path, label = files.samples[originals[position]]
-        seen[label] += 1
-        if seen[label] % 5 == 0:
-            tested.add(path)
-    if not tested:
+        path, label = originals[position]
+        count_by_class[label] += 1
+        if count_by_class[label] % 5 == 0:
+            test_paths.add(path)
+    if not test_paths:
         raise ValueError(
-            f"{files.root}: no class has the five pictures of which one is tested on; give train/, val/"
+            f"{files.root}: no class has the five images of which one is tested on; give train/, val/"
         )
+
     report.add(
         "split",
-        "a fifth of the pictures of every class is tested on, drawn with seed 0; the others are trained on",
+        "a fifth of the images of every class is tested on, drawn with seed 0; the others are trained on",
     )
     if copies:
-        pairs = [
-            f"{_relative_name(folder, one)} is {_relative_name(folder, other)}"
-            for one, other in sorted(copies.items())
-        ]
         report.add(
             "changed",
             f"copies of other files, byte for byte: {len(copies):,}; each is in the split of its original "
-            f"({list_first(pairs)})",
+            f"({_list_copies(folder, copies)})",
         )
-    parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+    train_samples: list[tuple[str, int]] = []
+    test_samples: list[tuple[str, int]] = []
     for path, label in files.samples:
-        parts[copies.get(path, path) in tested].append((path, label))
-    train, test = (ImageFiles(files.root, files.classes, part) for part in parts)
-    return train, test
+        is_tested = copies.get(path, path) in test_paths
+        (test_samples if is_tested else train_samples).append((path, label))
+    return (
+        ImageFiles(files.root, files.classes, train_samples),
+        ImageFiles(files.root, files.classes, test_samples),
+    )
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
 def inspect_image_folders(folder: Path, size: int, report: DataReport) -> OwnImages:
-    """Return lists of files that stay on disk, every one looked at, and report what they are.
+    """Return lists of files that stay on disk, after inspecting each file; report facts about them.
 
     Raises:
         DataNotFoundError, ValueError: naming the files, and what is wrong with them.
     """
-    found = list_image_folders(folder, report)
-    paths = [path for files in (found.train, found.test) for path, _ in files.samples]
-    facts = dict(
-        zip(
-            [_relative_name(folder, p) for p in paths],
-            read_each(inspect_image_file, map(Path, paths)),
-            strict=True,
-        )
-    )
-    bits = _report_files(folder.name, facts, report)
-    found.train.bits = found.test.bits = bits
+    images = list_image_folders(folder, report)
+    paths = [path for files in (images.train, images.test) for path, _ in files.samples]
+    names = [_relative_name(folder, path) for path in paths]
+    inspected = read_each(inspect_image_file, map(Path, paths))
+    bits = _report_files(folder.name, dict(zip(names, inspected, strict=True)), report)
+    images.train.bits = images.test.bits = bits
     report_cropping(report, size)
-    return found
+    return images
 
 
 def report_cropping(report: DataReport, size: int) -> None:
-    """Add a fact about pictures on disk, which are resized and cropped while they are read."""
+    """Add a fact about images on disk, which are resized and cropped while they are read."""
     report.add(
         "changed",
         f"resized to {round(size / 0.875)} pixels on the short side and cropped to the {size} x {size} in the middle "
-        f"to test on; of training pictures a part drawn at random is resized to {size} x {size}",
+        f"to test on; of training images a part drawn at random is resized to {size} x {size}",
     )
 
 
 def _report_files(
     dataset: str, facts: dict[str, ImageFacts], report: DataReport
 ) -> int | None:
-    """Add facts about the files of pictures; return the bits of those of 16 bits."""
+    """Add facts about image files; return the number of bits that 16-bit grey images use."""
     bits = grey_bits(dataset, facts)
     report_image_files(report, facts, bits)
     report_orientation(report, facts)
@@ -546,32 +573,33 @@ def _read_sources(
     prepare: Callable[[Any], T],
     report: DataReport,
 ) -> list[T]:
-    """Return pictures, each made ready from PIL's mode RGB, and report what they are.
+    """Return ``prepare(image)`` of all images, as PIL images of mode RGB; report facts about them.
 
-    Every file is decoded once, but for pictures of 16 bits: their scale is known when all were looked at.
+    Every file is decoded once, except 16-bit images: their scale is known only after all were inspected.
     """
-    looked_at = read_each(lambda source: _inspect_and_prepare(source, prepare), sources)
-    facts = {
-        source.name: found
-        for source, (found, _) in zip(sources, looked_at, strict=True)
-    }
+    inspected = read_each(lambda source: _inspect_and_prepare(source, prepare), sources)
+    facts = {}
+    for source, (image_facts, _) in zip(sources, inspected, strict=True):
+        facts[source.name] = image_facts
     bits = _report_files(dataset, facts, report)
-    results = []
-    for source, (_, result) in zip(sources, looked_at, strict=True):
-        results.append(
-            _prepare_deep(source, prepare, bits) if result is None else result
+    prepared = []
+    for source, (_, image) in zip(sources, inspected, strict=True):
+        prepared.append(
+            _prepare_deep(source, prepare, bits) if image is None else image
         )
-    return results
+    return prepared
 
 
 def _inspect_and_prepare(
     source: ImageSource, prepare: Callable[[Any], T]
 ) -> tuple[ImageFacts, T | None]:
+    """Return facts about an image, and the prepared image; None instead of a 16-bit grey one."""
     with explain_read_errors(source.path), _open(source) as image:
         facts = inspect_open_image(image)
-        return facts, None if facts.is_deep_grey else prepare(
-            apply_orientation(to_rgb(image), facts.orientation, facts.format)
-        )
+        if facts.is_deep_grey:
+            return facts, None
+        upright = apply_orientation(to_rgb(image), facts.orientation, facts.format)
+        return facts, prepare(upright)
 
 
 def _prepare_deep(
@@ -588,47 +616,52 @@ def _open(source: ImageSource) -> Any:
 
 
 def _load_resized(
-    folder: Path, lists: list[ImageFiles], size: int, report: DataReport
+    folder: Path, file_lists: list[ImageFiles], size: int, report: DataReport
 ) -> list[ArrayImages]:
+    """Return the training and the test files in memory, resized and centre cropped to a square."""
     v2 = import_optional("torchvision.transforms.v2", "vision")
     resize = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
-    sources = [
-        ImageSource(_relative_name(folder, path), Path(path))
-        for files in lists
-        for path, _ in files.samples
-    ]
+    sources = []
+    labels = []
+    for files in file_lists:
+        for index, (path, _) in enumerate(files.samples):
+            sources.append(ImageSource(_relative_name(folder, path), Path(path)))
+            labels.append(files.label(index))
     sizes: list[tuple[int, int]] = []
 
     def prepare(image: Any) -> Tensor:
         sizes.append((image.height, image.width))
         return resize(image)
 
-    images = torch.stack(_read_sources(folder.name, sources, prepare, report))
+    pixels = torch.stack(_read_sources(folder.name, sources, prepare, report))
     report_resizing(report, sizes, size)
-    labels = torch.tensor(
-        [files.label(index) for files in lists for index in range(len(files))]
-    )
-    whole = ArrayImages(images, labels)
-    return [whole[: len(lists[0])], whole[len(lists[0]) :]]
+    images = ArrayImages(pixels, torch.tensor(labels))
+    num_train = len(file_lists[0])
+    return [images[:num_train], images[num_train:]]
 
 
 def report_resizing(
     report: DataReport, sizes: list[tuple[int, int]], size: int
 ) -> None:
-    """Add a fact about pictures, (height, width), that are resized on the short side and cropped to a square."""
-    others = [
+    """Add a fact about images that are resized on the short side and cropped to a square.
+
+    Args:
+        report: gets the fact.
+        sizes: height and width of every image before.
+        size: side of the square in pixels.
+    """
+    resized = [
         (height, width) for height, width in sizes if (height, width) != (size, size)
     ]
-    if not others:
+    if not resized:
         return
-    ratios = [width / height for height, width in others]
-    enlarged = sum(min(one) < size for one in others)
-    crop = (
-        f", centre cropped: width / height {describe_range(min(ratios), max(ratios))}"
+    text = (
+        f"{pluralize(len(resized), 'image')} resized to {size} pixels on the short side"
     )
-    report.add(
-        "changed",
-        f"{pluralize(len(others), 'picture')} resized to {size} pixels on the short side"
-        f"{crop if any(height != width for height, width in others) else ''}"
-        f"{f'; {enlarged:,} of them are enlarged' if enlarged else ''}",
-    )
+    if any(height != width for height, width in resized):
+        ratios = [width / height for height, width in resized]
+        text += f", centre cropped: width / height {describe_range(min(ratios), max(ratios))}"
+    num_enlarged = sum(min(height, width) < size for height, width in resized)
+    if num_enlarged:
+        text += f"; {num_enlarged:,} of them are enlarged"
+    report.add("changed", text)

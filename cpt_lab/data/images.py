@@ -1,6 +1,7 @@
-"""Images: embedded digits, torchvision's data sets, and your own, as ``data/cards/own-images.md`` has them.
+"""Images: embedded digits, torchvision's data sets, and the user's own, in the layouts of ``data/cards/own-images.md``.
 
-Small images live in memory as one uint8 tensor; large ones (ImageNet, folders at full size) are read from disk.
+``load_images`` loads the data of a recipe. Small images lie in memory as one uint8 tensor; large ones (ImageNet, own
+images at full size) are read from disk.
 
 Shapes: N images, C channels, H x W pixels.
 """
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 Batch = tuple[
     Tensor, Tensor
 ]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
-MAX_IN_MEMORY_SIZE = 64  # images up to this many pixels a side are kept in memory
+MAX_IN_MEMORY_SIZE = 64  # pixels per side up to which images are kept in memory
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 Split = ArrayImages | Dataset
@@ -58,36 +59,43 @@ Split = ArrayImages | Dataset
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set, split three ways."""
+    """An image data set in three splits.
 
-    title: str  # what the numbers are measured on, as figures must call it
+    Attributes:
+        title: name of the data in figures and rows.
+        classes: number of classes.
+        channels: 1 or 3.
+        mean: mean of the pixels divided by 255, per channel.
+        std: standard deviation of the pixels divided by 255, per channel.
+        train: training split.
+        valid: validation split; empty when nothing is held out.
+        test: test split.
+        checksum: checksum of pixels and labels in memory, or of the list of files.
+        report: what was read, left out and changed.
+    """
+
+    title: str
     classes: int
-    channels: int  # 1 or 3
-    # mean, std: of the pixels divided by 255, per channel
+    channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    # train, valid, test: the splits; ``valid`` is empty when nothing is held out
     train: Split
     valid: Split
     test: Split
-    checksum: str  # of pixels and labels in memory, or of the list of files
-    report: DataReport = field(
-        default_factory=empty_report
-    )  # what was read, left out and changed
+    checksum: str
+    report: DataReport = field(default_factory=empty_report)
 
     @property
     def test_labels(self) -> Tensor:
-        """The labels of the test data; those of files in a numbering of their own."""
+        """Labels of the test data; labels of files are numbered by their own class folders."""
         test: Any = self.test
-        return (
-            test.labels
-            if isinstance(test, ArrayImages)
-            else torch.tensor(test.dataset.targets)[test.indices]
-        )
+        if isinstance(test, ArrayImages):
+            return test.labels
+        return torch.tensor(test.dataset.targets)[test.indices]
 
 
 def load_images(recipe: ImageRecipe) -> ImageData:
-    """Load the data of a recipe, hold out its validation images and cut it to size.
+    """Load the data of a recipe, hold out its validation images and cut the splits to size.
 
     The held-out images and the subsets depend on the data set alone, never on the seed of a run.
 
@@ -97,225 +105,267 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     """
     report = DataReport(recipe.dataset)
     in_memory = recipe.size <= MAX_IN_MEMORY_SIZE
-    load: Callable[[ImageRecipe, DataReport], _Loaded] = (
-        _load_arrays if in_memory else _load_files
-    )
-    train, test, title, mean, std, names = load(recipe, report)
-    labels = train.labels if in_memory else np.array(train.targets)
-    classes = class_count(f"{recipe.dataset}: training images", labels)
-    used, held = split_sizes(recipe, len(train))
-    order = torch.randperm(
-        len(train), generator=torch.Generator().manual_seed(0)
-    ).tolist()
-    tested = _choose_test_images(
-        test.labels.numpy() if in_memory else np.array(test.targets), recipe.test_images
-    )
-    parts = (train, order[held:][:used]), (train, order[:held]), (test, tested)
-    splits: Any = [
-        images[index] if in_memory else torch.utils.data.Subset(images, index)
-        for images, index in parts
+    loaded = _load_arrays(recipe, report) if in_memory else _load_files(recipe, report)
+    classes = class_count(f"{recipe.dataset}: training images", loaded.labels("train"))
+    num_train, num_held_out = split_sizes(recipe, len(loaded.train))
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(loaded.train), generator=generator).tolist()
+    splits: list[Any] = [
+        loaded.subset("train", order[num_held_out:][:num_train]),
+        loaded.subset("train", order[:num_held_out]),
+        loaded.subset(
+            "test",
+            _choose_test_images(np.asarray(loaded.labels("test")), recipe.test_images),
+        ),
     ]
+    train, valid, test = splits
+    report_sizes(
+        report, [len(split) for split in splits], (len(loaded.train), len(loaded.test))
+    )
+    _report_splits(
+        report, splits, loaded.classes or [str(number) for number in range(classes)]
+    )
+    report.log_notices(log)
+    return ImageData(
+        title=title_with_sizes(loaded.title, recipe, train, valid),
+        classes=classes,
+        channels=len(loaded.mean),
+        mean=loaded.mean,
+        std=loaded.std,
+        train=train,
+        valid=valid,
+        test=test,
+        checksum=_checksum(loaded, splits),
+        report=report,
+    )
+
+
+def _checksum(loaded: "_Loaded", splits: list[Any]) -> str:
+    """Return the checksum of the splits in memory, or of the names and labels of all files."""
     digest = hashlib.sha256()
-    if in_memory:
+    if loaded.in_memory:
         for split in splits:
             digest.update(
                 split.images.numpy().tobytes() + split.labels.numpy().tobytes()
             )
     else:
-        file_names = (
-            f"{Path(path).name} {label}" for path, label in train.samples + test.samples
+        samples = loaded.train.samples + loaded.test.samples
+        digest.update(
+            "\n".join(f"{Path(path).name} {label}" for path, label in samples).encode()
         )
-        digest.update("\n".join(file_names).encode())
-    first, valid, tested = splits
-    title = title_with_sizes(title, recipe, first, valid)
-    report_sizes(report, [len(split) for split in splits], (len(train), len(test)))
-    _report_splits(report, splits, names or [str(number) for number in range(classes)])
-    report.log_notices(log)
-    return ImageData(
-        title,
-        classes,
-        len(mean),
-        mean,
-        std,
-        first,
-        valid,
-        tested,
-        digest.hexdigest()[:16],
-        report,
-    )
+    return digest.hexdigest()[:16]
 
 
 def _report_splits(report: DataReport, splits: list[Any], classes: list[str]) -> None:
-    """Add facts about classes and values of training, validation and test images, and what the splits share."""
-    for name, split in zip(SPLIT_NAMES, splits, strict=True):
-        if isinstance(split, ArrayImages):
+    """Add facts about classes and values of training, validation and test images, and images in several splits."""
+    if isinstance(splits[0], ArrayImages):
+        for name, split in zip(SPLIT_NAMES, splits, strict=True):
             report_classes(report, name, split.labels, classes)
             report_values(report, name, split.images)
-        else:
-            report_classes(report, name, _labels(split), classes)
-            report_sample_values(report, name, split, lambda sample: sample[0])
-    if is_own(report.dataset) and not isinstance(splits[0], ArrayImages):
-        report_shared_files(
-            report,
-            *(
-                [split.dataset.samples[i][0] for i in split.indices]
-                for split in splits[:2]
-            ),
-        )
-    if isinstance(splits[0], ArrayImages):
-        report_shared_images(
-            report,
-            {
-                name: split.images
-                for name, split in zip(SPLIT_NAMES, splits, strict=True)
-            },
-        )
+        images = [split.images for split in splits]
+        report_shared_images(report, dict(zip(SPLIT_NAMES, images, strict=True)))
+        return
+
+    for name, split in zip(SPLIT_NAMES, splits, strict=True):
+        report_classes(report, name, _labels(split), classes)
+        report_sample_values(report, name, split, _first)
+    if is_own(report.dataset):
+        train, valid, _ = splits
+        report_shared_files(report, _file_paths(train), _file_paths(valid))
+
+
+def _first(sample: tuple[Any, int]) -> Any:
+    return sample[0]
+
+
+def _file_paths(split: Any) -> list[str]:
+    """Return the paths of the files in a split."""
+    return [split.dataset.samples[index][0] for index in split.indices]
 
 
 def _labels(split: Any) -> list[int]:
-    """Return the classes of files in the numbering of the training data."""
+    """Return the class numbers of files, in the numbering of the training data."""
     renumber = split.dataset.target_transform or int
     return [renumber(split.dataset.targets[index]) for index in split.indices]
 
 
 def _choose_test_images(labels: np.ndarray, limit: int | None) -> list[int]:
-    """Return which test images are used: the first; where they stand class by class, as in folders, some are drawn."""
-    in_mixed_order = len(labels) - (np.bincount(labels) ** 2).sum() / len(
+    """Return the indices of at most ``limit`` test images.
+
+    They are the first ones, or are drawn if images are sorted by class, as in folders.
+    """
+    # Expected number of neighbours of different classes in random order.
+    changes_in_random_order = len(labels) - (np.bincount(labels) ** 2).sum() / len(
         labels
-    )  # changes of class
-    by_class = np.count_nonzero(np.diff(labels)) < in_mixed_order / 2
-    return (
-        choose_samples(len(labels), limit)
-        if by_class
-        else [*range(len(labels))][:limit]
     )
+    is_sorted_by_class = np.count_nonzero(np.diff(labels)) < changes_in_random_order / 2
+    if is_sorted_by_class:
+        return choose_samples(len(labels), limit)
+    return list(range(len(labels)))[:limit]
 
 
 def random_images(recipe: ImageRecipe) -> ImageData:
     """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
 
-    One batch for training and one to evaluate on; images of one's own are loaded instead.
+    There is one batch for training and one for testing. The user's own images are loaded instead.
     """
     if recipe.dataset not in EXPERIMENT.named:
         return load_images(recipe)
-    classes, channels = (
-        EXPERIMENT.named[recipe.dataset].sizes[name] for name in ("classes", "channels")
-    )
+    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    classes, channels = sizes["classes"], sizes["channels"]
     generator = seeded_generator(0)
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    split = ArrayImages(
-        images, torch.randint(0, classes, (len(images),), generator=generator)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    images = ArrayImages(
+        pixels, torch.randint(0, classes, (len(pixels),), generator=generator)
     )
-    title, mean, std = (
-        f"random pixels for {recipe.dataset}",
-        (0.5,) * channels,
-        (0.25,) * channels,
+    return ImageData(
+        title=f"random pixels for {recipe.dataset}",
+        classes=classes,
+        channels=channels,
+        mean=(0.5,) * channels,
+        std=(0.25,) * channels,
+        train=images[: recipe.batch],
+        valid=images[:0],
+        test=images[recipe.batch :],
+        checksum="",
     )
-    splits = split[: recipe.batch], split[:0], split[recipe.batch :]
-    return ImageData(title, classes, channels, mean, std, *splits, "")
 
 
 class _Loaded(NamedTuple):
-    """A data set before it is split: in memory, or as lists of files."""
+    """A data set before it is split: ArrayImages in memory, or lists of files.
+
+    Attributes:
+        train: images to train on and to hold out.
+        test: images to test on.
+        title: name of the data in figures and rows.
+        mean: mean of the pixels divided by 255, per channel.
+        std: standard deviation of the pixels divided by 255, per channel.
+        classes: names of the classes; empty where labels are numbers.
+    """
 
     train: Any
     test: Any
     title: str
-    # mean, std: of the pixels divided by 255, per channel
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    classes: list[str]  # names; empty where labels are numbers
+    classes: list[str]
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the images lie in memory."""
+        return isinstance(self.train, ArrayImages)
+
+    def labels(self, part: str) -> Any:
+        """Return the labels of "train" or "test"."""
+        images = getattr(self, part)
+        return images.labels if self.in_memory else np.array(images.targets)
+
+    def subset(self, part: str, indices: list[int]) -> Split:
+        """Return some images of "train" or "test"."""
+        images = getattr(self, part)
+        return (
+            images[indices]
+            if self.in_memory
+            else torch.utils.data.Subset(images, indices)
+        )
 
 
 def _load_arrays(recipe: ImageRecipe, report: DataReport) -> _Loaded:
+    """Return the images of a recipe in memory, resized."""
     dataset, size = recipe.dataset, recipe.size
     EXPERIMENT.check_dataset(dataset)
     if is_own(dataset):
         own = read_own_images(dataset, size, report)
-        found = _Loaded(
+        loaded = _Loaded(
             own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
         )
     elif dataset in ARRAY_READERS:
-        found = ARRAY_READERS[dataset](dataset)
+        loaded = ARRAY_READERS[dataset](dataset)
     else:
         raise ValueError(
             f"{dataset} is read from disk, at sizes above {MAX_IN_MEMORY_SIZE} pixels; got {size}"
         )
-    title = found.title + (
-        f", {size} x {size}" if found.train.images.shape[-1] != size else ""
-    )
-    _report_arrays(report, dataset, found, size)
-    train, test = (
-        ArrayImages(_resize_images(s.images, size), s.labels)
-        for s in (found.train, found.test)
-    )
+
+    title = loaded.title
+    if loaded.train.images.shape[-1] != size:
+        title += f", {size} x {size}"
+    _report_arrays(report, dataset, loaded, size)
+    train = ArrayImages(_resize_images(loaded.train.images, size), loaded.train.labels)
+    test = ArrayImages(_resize_images(loaded.test.images, size), loaded.test.labels)
     channels = train.images.shape[1]
-    return found._replace(
+    return loaded._replace(
         train=train,
         test=test,
         title=title,
-        mean=found.mean[:channels],
-        std=found.std[:channels],
+        mean=loaded.mean[:channels],
+        std=loaded.std[:channels],
     )
 
 
-def _report_arrays(report: DataReport, dataset: str, found: _Loaded, size: int) -> None:
-    """Add facts about arrays of named data, and about those that are resized."""
-    for name, part in (("training", found.train), ("test", found.test)):
-        count, channels, height, width = part.images.shape
+def _report_arrays(
+    report: DataReport, dataset: str, loaded: _Loaded, size: int
+) -> None:
+    """Add facts about the images of named data in memory, and about images that are resized."""
+    for name, images in (("training", loaded.train), ("test", loaded.test)):
+        count, channels, height, width = images.images.shape
         if not is_own(dataset):
             report.add(
                 "read",
-                f"{found.title}: {count:,} {name} pictures, {width} x {height}, {pluralize(channels, 'channel')}",
+                f"{loaded.title}: {count:,} {name} images, {width} x {height}, {pluralize(channels, 'channel')}",
             )
         if (height, width) != (size, size):
-            stretched = (
-                ""
-                if height == width
-                else f"; not in proportion, as {width} x {height} is no square"
-            )
-            report.add(
-                "changed",
-                f"{count:,} {name} pictures resized from {width} x {height} to {size} x {size}{stretched}",
-            )
+            text = f"{count:,} {name} images resized from {width} x {height} to {size} x {size}"
+            if height != width:
+                text += f"; not in proportion, as {width} x {height} is no square"
+            report.add("changed", text)
 
 
 def _load_digits_images(name: str) -> _Loaded:
-    # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
+    """Return scikit-learn's digits.
+
+    Pixels are 0..16; as images are divided by 255, mean 0 and standard deviation 16 / 255 give pixel / 16.
+    """
     from sklearn.datasets import load_digits  # here, as it takes a second
 
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
-    images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
-    both = ArrayImages(images, torch.from_numpy(digits.target[order].astype(np.int64)))
+    pixels = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
+    images = ArrayImages(
+        pixels, torch.from_numpy(digits.target[order].astype(np.int64))
+    )
     return _Loaded(
-        both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,), []
+        images[700:],
+        images[:700],
+        "scikit-learn digits, 8 x 8",
+        (0.0,),
+        (16 / 255,),
+        [],
     )
 
 
 def _load_cifar(name: str) -> _Loaded:
-    kind = getattr(import_optional("torchvision.datasets", "vision"), name.upper())
+    """Return CIFAR-10 or CIFAR-100 from the data folder."""
+    dataset_class = getattr(
+        import_optional("torchvision.datasets", "vision"), name.upper()
+    )
     try:
-        parts = [
-            kind(data_dir(), train=train, download=False) for train in (True, False)
-        ]
+        train = dataset_class(data_dir(), train=True, download=False)
+        test = dataset_class(data_dir(), train=False, download=False)
     except RuntimeError as error:
         raise missing_data_error(name, " (or is damaged)") from error
-    train, test = (
-        ArrayImages(
-            torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(),
-            torch.tensor(part.targets),
-        )
-        for part in parts
-    )
+
+    def to_array_images(dataset: Any) -> ArrayImages:
+        pixels = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+        return ArrayImages(pixels, torch.tensor(dataset.targets))
+
     return _Loaded(
-        train,
-        test,
+        to_array_images(train),
+        to_array_images(test),
         EXPERIMENT.named[name].title,
         CIFAR_MEAN,
         CIFAR_STD,
-        list(parts[0].classes),
+        list(train.classes),
     )
 
 
@@ -335,44 +385,45 @@ def _resize_images(images: Tensor, size: int) -> Tensor:
 
 
 def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
-    """Return lists of files that stay on disk."""
+    """Return lists of image files that stay on disk."""
     if recipe.dataset != "imagenet":
         own = inspect_image_folders(own_path(recipe.dataset), recipe.size, report)
         return _Loaded(
             own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
         )
-    kind = import_optional("torchvision.datasets", "vision").ImageNet
+
+    folder = data_dir() / "imagenet"
+    imagenet_class = import_optional("torchvision.datasets", "vision").ImageNet
     try:
-        train, test = (
-            kind(str(data_dir() / "imagenet"), split=split)
-            for split in ("train", "val")
-        )
+        train = imagenet_class(str(folder), split="train")
+        test = imagenet_class(str(folder), split="val")
     except (RuntimeError, FileNotFoundError) as error:
         raise DataNotFoundError(
-            f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
+            f"imagenet is not in {folder}; put the three official archives there (see "
             f"data/cards/imagenet.md), then run: {command('download imagenet')}"
         ) from error
     title = EXPERIMENT.named[recipe.dataset].title
     report.add(
         "read",
-        f"{title}: {len(train):,} training and {len(test):,} test pictures, as torchvision reads them",
+        f"{title}: {len(train):,} training and {len(test):,} test images, as torchvision reads them",
     )
     report_cropping(report, recipe.size)
     return _Loaded(train, test, title, IMAGENET_MEAN, IMAGENET_STD, list(train.wnids))
 
 
 def download(name: str, language: str = "") -> Path:
-    """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"; they have no language."""
+    """Download "cifar10" or "cifar100", or unpack and check the archives of "imagenet"; they have no language."""
     datasets = import_optional("torchvision.datasets", "vision")
     try:
         if name != "imagenet":
             getattr(datasets, name.upper())(data_dir(), download=True)
             return data_dir()
-        for split in ("train", "val"):  # the archives themselves need a licence
+        # ImageNet's licence allows no download without an account.
+        for split in ("train", "val"):
             datasets.ImageNet(str(data_dir() / "imagenet"), split=split)
     except (
         RuntimeError
-    ) as error:  # torchvision's for archives that are damaged or not there
+    ) as error:  # torchvision's error for archives that are damaged or missing
         card = "imagenet" if name == "imagenet" else "cifar"
         raise DataNotFoundError(f"{error} See data/cards/{card}.md") from error
     return data_dir() / "imagenet"

@@ -19,9 +19,9 @@ from cpt_lab.experiments.schema import Recipe
 from cpt_lab.paths import data_dir, work_dir
 from cpt_lab.resources import shared_memory, usable_cores
 
-MAX_DEFECTS = 10  # defects in one message
-MAX_READERS = 32  # processes that read: more do not read faster than a GPU trains
-PREFETCHED_BATCHES = 2  # batches that each of them keeps ready
+MAX_DEFECTS = 10  # files that one error names
+MAX_READERS = 32  # worker processes: more do not read faster than a GPU trains
+PREFETCHED_BATCHES = 2  # batches that each worker process keeps ready
 R = TypeVar("R", bound=Recipe)
 S = TypeVar("S")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: what is made of data must not depend on how many there are."""
+    """Compute with one thread: numbers derived from data must not depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -40,76 +40,85 @@ def one_thread() -> Iterator[None]:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device. A GPU copies it when it comes to it, and nobody waits."""
+    """Return a CPU tensor on a device; the copy to a GPU does not block the CPU."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def reader_count(batch_bytes: int) -> int:
-    """Return how many processes read for a run: one per core that it may use, as far as their batches find room.
+    """Return the number of worker processes that read for a run.
+
+    There is one per core that the run may use, unless shared memory has no room for the batches of so many.
 
     Args:
-        batch_bytes: of one batch of every kind that is read at a time, of training and of evaluation.
+        batch_bytes: size of one training batch and one evaluation batch together.
 
     Raises:
-        OSError: where the shared memory has no room for the batches of one: the first would end the run by SIGBUS.
+        OSError: if the shared memory has no room for one process: its first batch would end the run by SIGBUS.
 
     Warns:
-        UserWarning: where it has no room for those of all.
+        UserWarning: if the shared memory limits the number of processes.
     """
-    wanted, room = min(MAX_READERS, usable_cores()), shared_memory()
-    each = PREFETCHED_BATCHES * batch_bytes
-    if room is None or room // each >= wanted:
-        return wanted
-    said = (
-        f"/dev/shm has {room / 1e6:,.0f} MB for this run, and each of {wanted} processes that read needs "
-        f"{each / 1e6:,.0f} MB; start the container with --ipc=host, or --shm-size={wanted * each // 10**6 + 1}m"
+    max_readers, free_bytes = min(MAX_READERS, usable_cores()), shared_memory()
+    bytes_per_reader = PREFETCHED_BATCHES * batch_bytes
+    if free_bytes is None or free_bytes // bytes_per_reader >= max_readers:
+        return max_readers
+
+    message = (
+        f"/dev/shm has {free_bytes / 1e6:,.0f} MB for this run, and each of {max_readers} processes that read needs "
+        f"{bytes_per_reader / 1e6:,.0f} MB; start the container with --ipc=host, or "
+        f"--shm-size={max_readers * bytes_per_reader // 10**6 + 1}m"
     )
-    if room < each:
-        raise OSError(said)
-    warnings.warn(f"{said}: as it is only {room // each} of them read", stacklevel=3)
-    return room // each
+    if free_bytes < bytes_per_reader:
+        raise OSError(message)
+    warnings.warn(
+        f"{message}: as it is only {free_bytes // bytes_per_reader} of them read",
+        stacklevel=3,
+    )
+    return free_bytes // bytes_per_reader
 
 
 def make_loader(
     data: Dataset, device: torch.device, workers: int, **keys: Any
 ) -> DataLoader:
-    """Return a loader that takes nothing from torch's random numbers: they belong to the model.
+    """Return a DataLoader that draws no random numbers from torch's global state, which belongs to the model.
 
     Args:
         data: the data set.
-        device: where its batches go next.
-        workers: processes that read; 0 reads here.
+        device: device to which batches go next.
+        workers: processes that read; 0 reads in this process.
         **keys: the batches: ``batch_sampler``, or ``sampler`` with ``batch_size=None``.
     """
-    pinned = device.type == "cuda"
-    ahead = PREFETCHED_BATCHES if workers else None
     return DataLoader(
         data,
         num_workers=workers,
-        prefetch_factor=ahead,
-        pin_memory=pinned,
+        prefetch_factor=PREFETCHED_BATCHES if workers else None,
+        pin_memory=device.type == "cuda",
         generator=seeded_generator(0),
         **keys,
     )
 
 
+# Key and value of the last call of ``load_once``, by its function.
 _last: dict[Callable[..., Any], tuple[tuple, Any]] = {}
 
 
 def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
-    """Return ``load(recipe)``, from memory if the last call loaded the same: a sweep runs many recipes on one data set.
+    """Return ``load(recipe)``, cached from the last call if data and fields are equal.
 
-    Files that changed since, and another data folder, are noticed.
+    The cache notices changed files and another data folder.
 
-    ``fields``: of the recipe, on which what is loaded depends too.
+    Args:
+        load: loads the data of a recipe.
+        recipe: recipe whose data is loaded.
+        *fields: fields of the recipe on which the loaded data depend, besides the data set.
     """
-    where = (
+    source = (
         recipe.dataset,
         data_dir().absolute(),
         work_dir().absolute(),
         fingerprint(recipe),
     )
-    key = (*where, *(getattr(recipe, name) for name in fields))
+    key = (*source, *(getattr(recipe, name) for name in fields))
     if load not in _last or _last[load][0] != key:
         _last.pop(load, None)  # there may not be memory for both
         _last[load] = key, load(recipe)
@@ -117,21 +126,23 @@ def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
 
 
 def read_each(read: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """Return ``read(item)`` of all items; ValueError has a line for every one that cannot be read, ten at most."""
-    found: list[T] = []
+    """Return ``read(item)`` of all items.
+
+    Raises:
+        ValueError: if items cannot be read: one line for each, ``MAX_DEFECTS`` at most.
+    """
+    values: list[T] = []
     wrong: dict[str, Exception] = {}
     for item in items:
         try:
-            found.append(read(item))
+            values.append(read(item))
         except (ValueError, DataNotFoundError) as error:
             wrong[str(error)] = error
     if len(wrong) == 1:
         raise next(iter(wrong.values()))
     if wrong:
-        more = [f"and {len(wrong) - MAX_DEFECTS} more"] * (len(wrong) > MAX_DEFECTS)
-        raise ValueError(
-            "\n".join(
-                [f"{len(wrong)} files are wrong:", *list(wrong)[:MAX_DEFECTS], *more]
-            )
-        )
-    return found
+        lines = [f"{len(wrong)} files are wrong:", *list(wrong)[:MAX_DEFECTS]]
+        if len(wrong) > MAX_DEFECTS:
+            lines.append(f"and {len(wrong) - MAX_DEFECTS} more")
+        raise ValueError("\n".join(lines))
+    return values

@@ -13,19 +13,22 @@ import torch
 
 
 class Stream(IntEnum):
-    """What random numbers are drawn for, the last part of their key: two purposes never share a stream."""
+    """Purposes of random numbers, the last part of their key, so that no two purposes share a stream."""
 
-    ORDER = 0  # of the samples of an epoch
-    AUGMENT = 1  # of a batch
+    ORDER = 0  # order of the samples of an epoch
+    AUGMENT = 1  # augmentation of a batch
     IMAGE = 2  # augmentation of one image
-    SAMPLE = 3  # of neighbours, in training
-    EVALUATE = 4  # of neighbours, in evaluation
+    SAMPLE = 3  # sampling of neighbours in training
+    EVALUATE = 4  # sampling of neighbours in evaluation
 
 
 def seeded_generator(
     *numbers: int, device: str | torch.device = "cpu"
 ) -> torch.Generator:
-    """Return a generator whose stream is a function of the numbers and the device, such as (seed, step, purpose)."""
+    """Return a generator that is seeded by numbers, such as (seed, step, purpose).
+
+    Equal numbers on an equal device give an equal stream.
+    """
     seed = int.from_bytes(
         hashlib.sha256(repr(tuple(map(int, numbers))).encode()).digest()[:7]
     )
@@ -35,9 +38,9 @@ def seeded_generator(
 def batch_keys(
     count: int, batch: int, seed: int, start: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yield the keys (epoch, number) of every batch from step ``start`` on, without end.
+    """Yield the keys (epoch, index of the sample) of every batch from step ``start`` on, without end.
 
-    The last batch of an epoch may be smaller. One iterator serves all epochs: processes that read start once.
+    The last batch of an epoch may be smaller. One iterator serves all epochs, so that worker processes start once.
     """
     first, position = divmod(start, math.ceil(count / batch))
     for epoch in itertools.count(first):

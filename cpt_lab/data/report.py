@@ -1,16 +1,16 @@
-"""Data reports: what a reader found, used, left out and changed, a sentence per fact.
+"""Data reports: what a reader found, used, left out and changed, one sentence per fact.
 
 Nothing of a data set is left out, converted, scaled, merged or split without a fact in its report. A reader adds facts
 while it reads; the loaded data set carries the report, a sweep prints it before training, and result rows hold its
 digest. Needs no torch.
 
 >>> report = DataReport("my-images/")
->>> report.add("read", "20 pictures of 2 classes")
->>> report.leave_out("pictures of this kind are not read", ["cat/1.heic", "cat/2.heic"])
+>>> report.add("read", "20 images of 2 classes")
+>>> report.leave_out("images of this kind are not read", ["cat/1.heic", "cat/2.heic"])
 >>> print(report)
 data report of my-images/
-  read      20 pictures of 2 classes
-  left out  2 files .heic: pictures of this kind are not read (cat/1.heic, cat/2.heic)
+  read      20 images of 2 classes
+  left out  2 files .heic: images of this kind are not read (cat/1.heic, cat/2.heic)
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 TOPICS = {
     "read": "files, layout, sizes and types as they were found",
-    "left out": "what is there and plays no part, and why",
+    "left out": "what was not used, and why",
     "changed": "what was converted, scaled, turned or merged",
     "split": "how many samples each split has, and how they were divided",
     "overlap": "samples that two splits share",
@@ -32,13 +32,9 @@ TOPICS = {
     "classes": "samples per class",
     "markers": "words or labels with a meaning of their own",
 }
-NOTICES = (
-    "left out",
-    "changed",
-    "overlap",
-)  # topics that tell how training differs from the files
-MAX_NAMES = 3  # files named in one fact
-MAX_COUNTS = 12  # classes listed with their counts
+NOTICES = ("left out", "changed", "overlap")  # topics of facts that are also logged
+MAX_NAMES = 3  # files that one fact names
+MAX_COUNTS = 12  # classes that one fact lists with their counts
 LINE_WIDTH = 118
 
 
@@ -64,7 +60,7 @@ class DataReport:
             self.add(topic, text)
 
     def add(self, topic: str, text: str) -> None:
-        """Add a fact; a fact that is already there is not repeated, and characters that do not print are escaped.
+        """Add a fact, unless it is there already; characters that do not print are escaped.
 
         Raises:
             ValueError: for an unknown topic.
@@ -73,20 +69,22 @@ class DataReport:
             raise ValueError(
                 f"topic: expected one of {', '.join(TOPICS)}, got {topic!r}"
             )
-        fact = Fact(
-            topic, "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-        )
+        printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        fact = Fact(topic, printable)
         if fact not in self._facts:
             self._facts.append(fact)
 
     def leave_out(self, reason: str, names: Collection[str]) -> None:
         """Add a fact for files that are not read: their number per ending, the first names, and the reason."""
-        by_ending = defaultdict(list)
+        names_by_ending = defaultdict(list)
         for name in names:
-            by_ending[PurePath(name).suffix.lower() or "without ending"].append(name)
-        for ending, found in sorted(by_ending.items()):
-            kind = f"{pluralize(len(found), 'file')} {ending}"
-            self.add("left out", f"{kind}: {reason} ({list_first(sorted(found))})")
+            ending = PurePath(name).suffix.lower() or "without ending"
+            names_by_ending[ending].append(name)
+        for ending, ending_names in sorted(names_by_ending.items()):
+            count = f"{pluralize(len(ending_names), 'file')} {ending}"
+            self.add(
+                "left out", f"{count}: {reason} ({list_first(sorted(ending_names))})"
+            )
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -96,7 +94,7 @@ class DataReport:
 
     @property
     def notices(self) -> tuple[Fact, ...]:
-        """The facts that tell how training differs from what the files hold."""
+        """Facts that tell how training differs from what the files hold."""
         return tuple(fact for fact in self.facts if fact.topic in NOTICES)
 
     def log_notices(self, log: logging.Logger) -> None:
@@ -106,18 +104,18 @@ class DataReport:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that differ where any fact differs."""
+        """Hash of all facts, 16 hexadecimal digits."""
         content = json.dumps([list(fact) for fact in self.facts], ensure_ascii=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON has it, see ``from_dict``."""
+        """Return the report as a dict for JSON, which ``from_dict`` reads."""
         return {"dataset": self.dataset, "facts": [list(fact) for fact in self.facts]}
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> "DataReport":
-        """Return a stored report; ValueError where a topic is unknown."""
-        return cls(stored["dataset"], [tuple(fact) for fact in stored["facts"]])
+    def from_dict(cls, content: Mapping[str, Any]) -> "DataReport":
+        """Return the report that ``to_dict`` stored; ValueError for an unknown topic."""
+        return cls(content["dataset"], [tuple(fact) for fact in content["facts"]])
 
     def __str__(self) -> str:
         width = max((len(fact.topic) for fact in self._facts), default=0)
@@ -135,12 +133,12 @@ class DataReport:
 
 
 def empty_report() -> DataReport:
-    """Return a report without facts, that of data that no reader made."""
+    """Return a report without facts, for data that was not read from files."""
     return DataReport("")
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Return a number with its noun in the right form.
+    """Return a number with its noun in singular or plural.
 
     >>> pluralize(1, "file"), pluralize(1200, "file")
     ('1 file', '1,200 files')
@@ -148,14 +146,16 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def list_first(names: Collection[str], most: int = MAX_NAMES) -> str:
-    """Return the first names, and "..." where there are more.
+def list_first(names: Collection[str], limit: int = MAX_NAMES) -> str:
+    """Return the first names, and "..." if there are more.
 
     >>> list_first(["a", "b", "c", "d"])
     'a, b, c, ...'
     """
-    shown = list(names)[:most]
-    return ", ".join([*shown, "..."] if len(names) > most else shown)
+    listed = list(names)[:limit]
+    if len(names) > limit:
+        listed.append("...")
+    return ", ".join(listed)
 
 
 def list_counts(counts: Mapping[str, int]) -> str:
@@ -164,8 +164,11 @@ def list_counts(counts: Mapping[str, int]) -> str:
     >>> list_counts({"RGB": 20, "L": 3})
     'RGB 20, L 3'
     """
-    ordered = Counter(counts).most_common()
-    shown = [f"{name} {count:,}" for name, count in ordered[:MAX_COUNTS]]
-    if len(ordered) > MAX_COUNTS:
-        shown.append(f"and {len(ordered) - MAX_COUNTS} more from {ordered[-1][1]:,} up")
-    return ", ".join(shown)
+    by_frequency = Counter(counts).most_common()
+    listed = []
+    for name, count in by_frequency[:MAX_COUNTS]:
+        listed.append(f"{name} {count:,}")
+    if len(by_frequency) > MAX_COUNTS:
+        _, smallest = by_frequency[-1]
+        listed.append(f"and {len(by_frequency) - MAX_COUNTS} more from {smallest:,} up")
+    return ", ".join(listed)

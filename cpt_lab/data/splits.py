@@ -13,76 +13,72 @@ from cpt_lab.data.random_streams import seeded_generator
 from cpt_lab.experiments.schema import is_own
 
 SPLITS = ("train", "valid", "test")
-MAX_CLASSES = 10_000  # where there are not as many samples
+MAX_CLASSES = 10_000  # a data set with more samples may have as many classes as samples
 
 
-def choose_samples(there: int, limit: int | None) -> list[int]:
-    """Return which of ``there`` samples are used, at most ``limit``: drawn, as rows may be sorted; always the same."""
-    order = torch.randperm(there, generator=seeded_generator(0))
-    return (
-        [*range(there)]
-        if limit is None or limit >= there
-        else sorted(order[:limit].tolist())
-    )
+def choose_samples(count: int, limit: int | None) -> list[int]:
+    """Return the indices of at most ``limit`` of ``count`` samples, in order.
+
+    They are drawn, as rows may be sorted, and are always the same.
+    """
+    order = torch.randperm(count, generator=seeded_generator(0))
+    if limit is None or limit >= count:
+        return list(range(count))
+    return sorted(order[:limit].tolist())
 
 
-def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
-    """Return how many of ``there`` training samples are trained on (None: all that are left) and how many held out.
+def split_sizes(recipe: Any, count: int) -> tuple[int | None, int]:
+    """Return how many of ``count`` training samples to train on (None: all others) and how many to hold out.
 
-    Test samples are not among them. Named data must have what the recipe wants: ValueError when there are too few. Data
-    of one's own may be smaller: where the wanted do not fit, or where more would be held out than trained on, at most a
-    tenth is held out and the rest trained on.
+    Test samples are not among them. The user's own data may have fewer samples than the recipe asks for: then, or if
+    more would be held out than trained on, at most a tenth is held out and the rest trained on.
+
+    Raises:
+        ValueError: for named data with fewer samples than the recipe asks for.
     """
     train, valid = recipe.train_images, recipe.valid_images
-    if (
-        is_own(recipe.dataset)
-        and there > 1
-        and valid + (valid if train is None else train) > there
-    ):
-        held = min(valid, max(1, there // 10))
-        return train and min(train, there - held), held
-    if (wanted := valid + (1 if train is None else train)) > there:
+    required = valid + (valid if train is None else train)
+    if is_own(recipe.dataset) and 1 < count < required:
+        held_out = min(valid, max(1, count // 10))
+        return train and min(train, count - held_out), held_out
+
+    required = valid + (1 if train is None else train)
+    if required > count:
         raise ValueError(
-            f"{recipe.dataset}: {wanted} training and validation images wanted, there are {there}"
+            f"{recipe.dataset}: {required} training and validation images wanted, there are {count}"
         )
     return train, valid
 
 
 def title_with_sizes(title: str, recipe: Any, train: Sized, valid: Sized) -> str:
-    """Return a title that says how many images there are, where ``split_sizes`` found fewer than the recipe wants."""
-    as_wanted = len(valid) == recipe.valid_images and recipe.train_images in (
-        None,
-        len(train),
-    )
-    return (
-        title
-        if as_wanted
-        else f"{title}, {len(train):,} training and {len(valid):,} validation images"
-    )
+    """Return a title, with the numbers of images if they are fewer than the recipe asks for."""
+    if len(valid) == recipe.valid_images and recipe.train_images in (None, len(train)):
+        return title
+    return f"{title}, {len(train):,} training and {len(valid):,} validation images"
 
 
 def class_count(what: str, labels: Any) -> int:
-    """Return how many classes there are: one more than the largest label of what is trained on.
+    """Return the number of classes: one more than the largest label of the training data.
 
     Args:
-        what: they are labels of, for the errors.
+        what: name of the labelled samples in errors.
         labels: (n,) whole numbers from 0.
 
     Raises:
-        ValueError: for one class only, and where labels are no numbers of classes: every number is an output.
+        ValueError: for one class only, and for labels that are not 0, 1, 2, ...: each would be an output of the model.
     """
-    largest = int(labels.max())
+    smallest, largest = int(labels.min()), int(labels.max())
     if largest >= max(MAX_CLASSES, len(labels)):
         raise ValueError(
             f"{what}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ..."
         )
-    if int(labels.min()) == largest:
+    if smallest == largest:
         raise ValueError(
             f"{what}: all {len(labels)} labels are {largest}; there is nothing to learn from one class"
         )
-    if int(labels.min()) > 0:
+    if smallest > 0:
         raise ValueError(
-            f"{what}: labels are {int(labels.min())} to {largest}; classes must be numbered 0, 1, 2, ..."
+            f"{what}: labels are {smallest} to {largest}; classes must be numbered 0, 1, 2, ..."
         )
     return largest + 1
 
@@ -93,32 +89,32 @@ def as_int64_vector(what: str, values: Any, missing: int | None = None) -> np.nd
     Args:
         what: name of the numbers in errors.
         values: array or sequence of numbers.
-        missing: what NaN stands for; None refuses it.
+        missing: number that replaces NaN; None refuses NaN.
 
     Raises:
-        ValueError: for other shapes, for what is no number, and for numbers that are not whole: names the first.
+        ValueError: for other shapes and types, and for numbers that are not whole: names the first.
     """
-    given = np.asarray(values)
-    if given.ndim == 2 and given.shape[1] == 1:
-        given = given[:, 0]
-    if given.ndim != 1 or given.dtype.kind not in "iufb":
+    array = np.asarray(values)
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise ValueError(
-            f"{what} must be whole numbers of shape (n,), got {given.dtype} {given.shape}"
+            f"{what} must be whole numbers of shape (n,), got {array.dtype} {array.shape}"
         )
-    if given.dtype.kind == "f":
-        given = given if missing is None else np.where(np.isnan(given), missing, given)
-        wrong = ~(
-            np.isfinite(given) & (given == np.floor(given)) & (np.abs(given) < 2.0**53)
+
+    if array.dtype.kind == "f":
+        if missing is not None:
+            array = np.where(np.isnan(array), missing, array)
+        is_whole = (
+            np.isfinite(array) & (array == np.floor(array)) & (np.abs(array) < 2.0**53)
         )
+    elif array.dtype.kind == "u":
+        is_whole = array <= np.iinfo(np.int64).max
     else:
-        wrong = (
-            np.zeros(len(given), bool)
-            if given.dtype.kind != "u"
-            else given > np.iinfo(np.int64).max
-        )
-    if wrong.any():
-        first = int(wrong.argmax())
+        is_whole = np.ones(len(array), bool)
+    if not is_whole.all():
+        first = int((~is_whole).argmax())
         raise ValueError(
-            f"{what} must be whole numbers, number {first} is {given[first]:.6g}"
+            f"{what} must be whole numbers, number {first} is {array[first]:.6g}"
         )
-    return given.astype(np.int64)
+    return array.astype(np.int64)

@@ -1,1 +1,1 @@
-"""The tasks: what is trained, on what. ``cpt_lab.tasks.base.load_task_class`` imports the one that is asked for."""
+"""Tasks: a data set with a model, a loss and metrics. ``base.load_task_class`` imports only the task of a spec."""

@@ -1,4 +1,7 @@
-"""Object detection with RetinaNet on Pascal VOC, your own pictures, and scenes of digits.  Paper: section 4.2."""
+"""Object detection with RetinaNet on Pascal VOC, the user's own images, and scenes of digits.  Paper: section 4.2.
+
+``DetectionTask`` trains and evaluates; ``mean_average_precision`` computes the metrics from detections and objects.
+"""
 
 import logging
 from collections import Counter
@@ -47,12 +50,12 @@ class DetectionTask:
 
     Paper: section 4.2.
     Differs: from scratch, BatchNorm uses the statistics of the batch; the paper starts from a pretrained backbone only,
-        whose statistics stay frozen. BitOps are those of the pictures that are trained on (an average over eight
-        batches); the authors price 256 pictures of 224 x 224, which changes totals by a factor, ratios not.
-    Differs: pictures are padded to multiples of 32; the authors pad by a further 32 where they are multiples already.
+        whose statistics stay frozen. BitOps are those of the images that are trained on (an average over eight
+        batches); the authors price 256 images of 224 x 224, which changes totals by a factor, ratios not.
+    Differs: images are padded to multiples of 32; the authors pad by a further 32 where they are multiples already.
     """
 
-    fixed_shape = False  # how many anchors count is decided by the data
+    fixed_shape = False  # the number of anchors in the loss depends on the data
 
     def __init__(
         self, spec: RunSpec, device: torch.device, stand_in: bool = False
@@ -77,7 +80,7 @@ class DetectionTask:
             "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
         )
         self.title = f"{self.recipe.model}, {start}, on {self.data.title}"
-        # pictures differ in shape from one batch to the next
+        # images differ in shape from one batch to the next
         self.cost_batches = 1 if len({a.size for a in self.data.train}) == 1 else 8
 
     def model(self) -> RetinaNet:
@@ -97,7 +100,7 @@ class DetectionTask:
         )
 
     def inputs(self, batch: Batch) -> tuple[Tensor]:
-        """Return the pictures."""
+        """Return the images."""
         return (batch.images,)
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
@@ -112,34 +115,35 @@ class DetectionTask:
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return the mean average precisions (0..1) and the mean loss of every split that is not empty."""
-        measured = {}
+        metrics = {}
         for name, part in (("valid", self.data.valid), ("test", self.data.test)):
             if part:
                 pairs, loss = self.detect(model, part)
-                measured[name] = {**mean_average_precision(pairs), "loss": loss}
-        return measured
+                metrics[name] = {**mean_average_precision(pairs), "loss": loss}
+        return metrics
 
     @torch.no_grad()
     def detect(
-        self, model: nn.Module, pictures: Sequence[AnnotatedImage]
+        self, model: nn.Module, images: Sequence[AnnotatedImage]
     ) -> tuple[list[tuple[Target, AnnotatedImage]], float]:
-        """Return what a model in evaluation mode finds on every picture, in that picture's pixels, and the mean loss.
+        """Return every image with the detections of a model in evaluation mode, and the mean loss.
 
-        Pictures come back in groups of like shape, each with its detections: boxes, scores, labels.
+        Detections are boxes (in pixels of the original image), scores and labels. Images are returned in groups of
+        similar aspect ratio, not in the order of ``images``.
         """
         pairs = []
 
-        def measured() -> Iterator[tuple[Tensor]]:
+        def losses() -> Iterator[tuple[Tensor]]:
             for batch in evaluation_batches(
-                pictures, self.recipe, self.workers, self.device
+                images, self.recipe, self.workers, self.device
             ):
                 outputs = model(batch.images)
                 yield (self._loss(model, outputs, batch).double() * len(batch.images),)
-                found = detection_boxes.detections(
+                targets = detection_boxes.detections(
                     cast(RetinaNet, model), batch.images, outputs, batch.sizes
                 )
                 for target, (height, width), original in zip(
-                    found, batch.sizes, batch.originals, strict=True
+                    targets, batch.sizes, batch.originals, strict=True
                 ):
                     scale = torch.tensor(
                         [original.size[1] / width, original.size[0] / height] * 2
@@ -149,8 +153,8 @@ class DetectionTask:
                         ({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original)
                     )
 
-        (loss,) = sum_batches(measured())
-        return pairs, loss / len(pictures)
+        (loss,) = sum_batches(losses())
+        return pairs, loss / len(images)
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and its fixed learning rate."""
@@ -165,44 +169,45 @@ def mean_average_precision(pairs: Sequence[tuple[Target, AnnotatedImage]]) -> Me
     "map50" is VOC's metric since 2010: boxes match from an overlap (IoU) of 0.5 on, and the area under the whole curve
     of precision over recall counts. "map50_11point" is that of VOC 2007: the mean of precision at recall 0, 0.1, ...,
     1. "map" is COCO's: 101 points, and the mean over overlaps of 0.5, 0.55, ..., 0.95. Precision at a recall is the
-    best at that recall or a higher one. Classes without an object do not count, the 100 best detections of a picture
-    do.
+    best at that recall or a higher one. Classes without an object do not count. The 100 best detections of an image
+    count.
 
     Args:
-        pairs: what was found (boxes, scores, labels) and what is there, picture by picture.
+        pairs: detections (boxes, scores, labels) and annotated objects of every image.
 
     Raises:
-        ValueError: when there is no object to be found.
+        ValueError: when no image has an object that counts.
 
     Differs: VOC's own program gives a detection to the object it overlaps most, even if that is taken; COCO's gives it
         to the best that is free. A detection inside a ``difficult`` object is ignored also when it is much smaller.
     """
-    counts = Counter(
-        label for _, there in pairs for label in there.labels[~there.difficult].tolist()
-    )
+    counts: Counter[int] = Counter()
+    for _, image in pairs:
+        counts.update(image.labels[~image.difficult].tolist())
     if not counts:
-        raise ValueError(f"there is no object to be found on {len(pairs)} pictures")
-    if not any(len(found["boxes"]) for found, _ in pairs):
+        raise ValueError(f"there is no object to be found on {len(pairs)} images")
+    if not any(len(detections["boxes"]) for detections, _ in pairs):
         return {"map50": 0.0, "map50_11point": 0.0, "map": 0.0}
-    # precision changes only where recall passes k / n for one of the n objects of a class
-    steps = {n: (np.arange(n) + 0.5) / n for n in set(counts.values())}
-    eleven = np.arange(11) / 10
-    recalls = np.unique(np.concatenate([eleven, *steps.values()]))
-    voc, classes = _precision_table(pairs, [VOC_IOU], recalls)
-    hundred = np.linspace(0, 1, 101)
-    coco, _ = _precision_table(pairs, list(COCO_IOUS), hundred)
 
-    def at(points: np.ndarray, label: int) -> float:
+    # Precision changes only where recall passes k / n for one of the n objects of a class.
+    recall_steps = {n: (np.arange(n) + 0.5) / n for n in set(counts.values())}
+    eleven_points = np.arange(11) / 10
+    recalls = np.unique(np.concatenate([eleven_points, *recall_steps.values()]))
+    voc, classes = _precision_table(pairs, [VOC_IOU], recalls)
+    coco, _ = _precision_table(pairs, list(COCO_IOUS), np.linspace(0, 1, 101))
+
+    def voc_precision(points: np.ndarray, label: int) -> float:
         return float(
             voc[0, np.searchsorted(recalls, points), classes.index(label)].mean()
         )
 
+    map50 = [voc_precision(recall_steps[n], label) for label, n in counts.items()]
+    map50_11point = [voc_precision(eleven_points, label) for label in counts]
+    coco_map = [coco[:, :, classes.index(label)].mean() for label in counts]
     return {
-        "map50": float(np.mean([at(steps[n], label) for label, n in counts.items()])),
-        "map50_11point": float(np.mean([at(eleven, label) for label in counts])),
-        "map": float(
-            np.mean([coco[:, :, classes.index(label)].mean() for label in counts])
-        ),
+        "map50": float(np.mean(map50)),
+        "map50_11point": float(np.mean(map50_11point)),
+        "map": float(np.mean(coco_map)),
     }
 
 
@@ -211,26 +216,27 @@ def _precision_table(
     ious: list[float],
     recalls: np.ndarray,
 ) -> tuple[np.ndarray, list[int]]:
-    """Return precision (overlap, recall, class) and the classes in its order."""
-    logging.getLogger("faster_coco_eval").setLevel(
-        logging.WARNING
-    )  # it would log a table of its own
+    """Return precision by (overlap, recall, class), and the labels of the classes in that order."""
+    # It would log a table of its own.
+    logging.getLogger("faster_coco_eval").setLevel(logging.WARNING)
     metric = import_optional("torchmetrics.detection", "vision").MeanAveragePrecision(
         iou_thresholds=ious,
         rec_thresholds=recalls.tolist(),
         extended_summary=True,
         backend="faster_coco_eval",
     )
-    there = (
-        {"boxes": a.boxes, "labels": a.labels, "iscrowd": a.difficult.astype(np.int64)}
-        for _, a in pairs
-    )
-    wanted = [
-        {name: torch.from_numpy(values) for name, values in of.items()} for of in there
-    ]
-    metric.update([found for found, _ in pairs], wanted)
+    targets = []
+    for _, image in pairs:
+        arrays = {
+            "boxes": image.boxes,
+            "labels": image.labels,
+            "iscrowd": image.difficult.astype(np.int64),
+        }
+        targets.append(
+            {name: torch.from_numpy(values) for name, values in arrays.items()}
+        )
+    metric.update([detections for detections, _ in pairs], targets)
     result = metric.compute()
-    everything, hundred = 0, 2  # of all sizes; the 100 best
-    return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(
-        result["classes"]
-    ).tolist()
+    all_sizes, hundred_best = 0, 2  # indices into the last two dimensions
+    precision = result["precision"].numpy()[..., all_sizes, hundred_best]
+    return precision, np.atleast_1d(result["classes"]).tolist()

@@ -1,4 +1,4 @@
-"""Node classification: full-graph GCN, sampled GraphSAGE; OGBN-Arxiv, OGBN-Products and your own graphs.
+"""Node classification: full-graph GCN and sampled GraphSAGE on OGBN-Arxiv, OGBN-Products and the user's own graphs.
 
 Paper: section 4.3.
 """
@@ -6,7 +6,7 @@ Paper: section 4.3.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,28 @@ from cpt_lab.tasks.base import (
     sum_batches,
 )
 
-MAX_SAMPLERS = 2  # processes at most that sample from a large graph on the CPU
-MIN_EDGES_FOR_SAMPLERS = 2_000_000  # edges from which sampling is worth them
+MAX_SAMPLERS = 2  # processes that sample neighbours from a large graph on the CPU
+MIN_EDGES_FOR_SAMPLERS = (
+    2_000_000  # on smaller graphs, processes take longer to start than they save
+)
 EVALUATION_NODES = 4096
-EXACT_CHUNK_NODES = 1 << 18  # nodes
+EXACT_CHUNK_NODES = 1 << 18  # nodes whose outputs exact inference computes at a time
 
-# graphs of the layers, input features (sources, F), labels of the rows that count, those rows (None: all)
-Batch = tuple[Graph | list[Graph], Tensor, Tensor, Tensor | None]
+
+class Batch(NamedTuple):
+    """Nodes of a training step.
+
+    Attributes:
+        graphs: the whole graph, or one block per layer.
+        features: features of the input nodes, (sources, F).
+        labels: labels of the nodes in the loss.
+        rows: rows of the model's output that are these nodes; None for all rows.
+    """
+
+    graphs: Graph | list[Graph]
+    features: Tensor
+    labels: Tensor
+    rows: Tensor | None
 
 
 class GraphTask:
@@ -99,7 +114,7 @@ class GraphTask:
         train = self.rows["train"]
         if not self.recipe.batch:
             yield from itertools.repeat(
-                (self.graph, self.features, self.labels[train], train)
+                Batch(self.graph, self.features, self.labels[train], train)
             )
         samples = _SampledBatches(self.graph, train, self.fanouts, self.seed)
         keys = enumerate(
@@ -113,106 +128,107 @@ class GraphTask:
         else:
             parts = map(samples.__getitem__, keys)
         for seeds, nodes, blocks in parts:
-            yield blocks, self.features[nodes], self.labels[seeds], None
+            yield Batch(blocks, self.features[nodes], self.labels[seeds], None)
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return what the model is called with."""
-        return batch[:2]
+        """Return the model's arguments: graphs and features."""
+        return batch.graphs, batch.features
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the mean loss over the labelled nodes of the batch."""
-        graphs, x, labels, rows = batch
-        logits = model(graphs, x)
-        return _loss(
-            self.recipe.loss, logits if rows is None else logits[rows], labels
-        ), None
+        logits = model(batch.graphs, batch.features)
+        if batch.rows is not None:
+            logits = logits[batch.rows]
+        return _loss(self.recipe.loss, logits, batch.labels), None
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return accuracy (share of nodes, 0..1) and mean loss of every split that is not empty."""
         splits = {
-            name: part for name in ("valid", "test") if len(part := self.rows[name])
+            name: self.rows[name] for name in ("valid", "test") if len(self.rows[name])
         }
         net = cast(GraphNet, model)
-        if not self.recipe.batch or self.recipe.inference == "exact":
-            whole = (
-                net(self.graph, self.features)
-                if not self.recipe.batch
-                else self._exact(net)
-            )
-            logits = {name: whole[part] for name, part in splits.items()}
-        else:
+        if self.recipe.batch and self.recipe.inference != "exact":
             logits = {
-                name: self._sampled_logits(net, part) for name, part in splits.items()
+                name: self._sampled_logits(net, nodes) for name, nodes in splits.items()
             }
+        else:
+            all_logits = (
+                self._exact_logits(net)
+                if self.recipe.batch
+                else net(self.graph, self.features)
+            )
+            logits = {name: all_logits[nodes] for name, nodes in splits.items()}
         return {
-            name: self._measure(logits[name], part) for name, part in splits.items()
+            name: self._measure(logits[name], nodes) for name, nodes in splits.items()
         }
 
     def _measure(self, logits: Tensor, nodes: Tensor) -> Metrics:
         labels = self.labels[nodes]
         predicted = logits.argmax(1)
-        right, loss = sum_batches(
-            [((predicted == labels).sum(), _loss(self.recipe.loss, logits, labels))]
+        is_correct = predicted == labels
+        correct, loss = sum_batches(
+            [(is_correct.sum(), _loss(self.recipe.loss, logits, labels))]
         )
-        accuracy = right / len(labels)
+        accuracy = correct / len(labels)
         if self.data.ogb:
             pair = {
                 "y_true": labels.cpu().numpy()[:, None],
                 "y_pred": predicted.cpu().numpy()[:, None],
             }
             accuracy = float(ogb_evaluator(self.data.ogb).eval(pair)["acc"])
-        return {"accuracy": accuracy, "loss": loss} | self._by_degree(
-            predicted == labels, nodes
+        return {"accuracy": accuracy, "loss": loss} | self._accuracy_by_degree(
+            is_correct, nodes
         )
 
-    def _by_degree(self, right: Tensor, nodes: Tensor) -> Metrics:
-        """Accuracy of the strata of in-degree that have nodes."""
+    def _accuracy_by_degree(self, is_correct: Tensor, nodes: Tensor) -> Metrics:
+        """Return the accuracy of nodes by range of in-degree; ranges without nodes are left out."""
         degrees = self.graph.in_degrees[nodes]
-        found = {}
+        accuracies = {}
         for low, high in itertools.pairwise((*self.recipe.degrees, math.inf)):
-            if (inside := (degrees >= low) & (degrees < high)).any():
-                found[f"accuracy_degree{low}"] = float(right[inside].double().mean())
-        return found
+            in_range = (degrees >= low) & (degrees < high)
+            if in_range.any():
+                accuracies[f"accuracy_degree{low}"] = float(
+                    is_correct[in_range].double().mean()
+                )
+        return accuracies
 
     def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
-        """Logits from sampled neighbours, the same ones in every evaluation of a run, (n, classes)."""
+        """Return logits (n, classes) from sampled neighbours, which are equal in all evaluations of a run."""
         random = seeded_generator(self.seed, Stream.EVALUATE, device=self.device)
-        out = []
+        logits = []
         for seeds in nodes.split(EVALUATION_NODES):
             sources, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
-            out.append(model(blocks, self.features[sources]))
-        return torch.cat(out)
+            logits.append(model(blocks, self.features[sources]))
+        return torch.cat(logits)
 
-    def _exact(self, model: GraphNet) -> Tensor:
-        """Logits of all nodes from all their neighbours, layer by layer, (N, classes).
+    def _exact_logits(self, model: GraphNet) -> Tensor:
+        """Return logits (N, classes) of all nodes from all their neighbours, layer by layer.
 
-        Layers that widen their input run in chunks of nodes, for memory; the others, which multiply before they sum,
-        run in one piece: every chunk would repeat the product for nearly all nodes.
+        Layers that widen their input run in chunks of nodes, to save memory. Layers that narrow it multiply before they
+        aggregate, and run at once: every chunk would repeat the matmul for nearly all nodes.
         """
         h = self.features
         for i in range(self.recipe.layers):
-            width = (
-                self.data.classes if i + 1 == self.recipe.layers else self.recipe.hidden
-            )
-            whole = h.shape[1] > width
-            h = model.between(
-                i,
-                model.layer(i, self.graph, h)
-                if whole
-                else self._in_chunks(model, i, h, width),
-            )
+            is_last = i + 1 == self.recipe.layers
+            width = self.data.classes if is_last else self.recipe.hidden
+            if h.shape[1] > width:
+                outputs = model.layer(i, self.graph, h)
+            else:
+                outputs = self._layer_in_chunks(model, i, h, width)
+            h = model.between(i, outputs)
         return h
 
-    def _in_chunks(self, model: GraphNet, i: int, h: Tensor, width: int) -> Tensor:
-        """Layer i for all nodes, a chunk of them at a time, (N, width)."""
-        out, random = h.new_empty(self.graph.num_dst, width), seeded_generator(0)
-        for chunk in torch.arange(self.graph.num_dst, device=self.device).split(
-            EXACT_CHUNK_NODES
-        ):
+    def _layer_in_chunks(
+        self, model: GraphNet, i: int, h: Tensor, width: int
+    ) -> Tensor:
+        """Return the outputs (N, width) of layer i for all nodes, computed in chunks of nodes."""
+        outputs, random = h.new_empty(self.graph.num_dst, width), seeded_generator(0)
+        nodes = torch.arange(self.graph.num_dst, device=self.device)
+        for chunk in nodes.split(EXACT_CHUNK_NODES):
             sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
-            out[chunk] = model.layer(i, block, h[sources])
-        return out
+            outputs[chunk] = model.layer(i, block, h[sources])
+        return outputs
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and the learning rate by the recipe's rule."""
@@ -220,21 +236,20 @@ class GraphTask:
         adam = make_optimizer(torch.optim.Adam, model.parameters(), r)
         if r.lr_rule == "step":
             return adam, milestones(r.lr, (0.5, 0.75), r.steps)
-        return adam, cosine(
-            r.lr, r.final_lr, r.steps
-        ) if r.lr_rule == "cosine" else constant(r.lr)
+        if r.lr_rule == "cosine":
+            return adam, cosine(r.lr, r.final_lr, r.steps)
+        return adam, constant(r.lr)
 
 
 def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     if kind == "nll_raw":
-        return nn.functional.nll_loss(
-            logits, labels
-        )  # what the authors' Arxiv script computes: no log-softmax
+        # The authors' Arxiv script applies no log-softmax.
+        return nn.functional.nll_loss(logits, labels)
     return nn.functional.cross_entropy(logits, labels)
 
 
 class _SampledBatches(Dataset):
-    """Sampled neighbourhoods of a step's nodes: a pure function of (seed, step), whoever computes it."""
+    """Sampled neighbourhoods of the nodes of a step, as a pure function of (seed, step) in any process."""
 
     def __init__(
         self, graph: Graph, train: Tensor, fanouts: list[int], seed: int
@@ -244,11 +259,10 @@ class _SampledBatches(Dataset):
     def __getitem__(
         self, key: tuple[int, list[tuple[int, int]]]
     ) -> tuple[Tensor, Tensor, list[Graph]]:
-        step, numbers = key
-        seeds = self.train[
-            to_device(
-                torch.tensor([number for _, number in numbers]), self.train.device
-            )
-        ]
+        """Return seed nodes, input nodes and blocks for a key (step, keys of the batch)."""
+        step, batch_keys_of_step = key
+        indices = torch.tensor([index for _, index in batch_keys_of_step])
+        seeds = self.train[to_device(indices, self.train.device)]
         random = seeded_generator(self.seed, step, Stream.SAMPLE, device=seeds.device)
-        return seeds, *sample_blocks(self.graph, seeds, self.fanouts, random)
+        nodes, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
+        return seeds, nodes, blocks

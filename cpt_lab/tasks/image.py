@@ -1,4 +1,4 @@
-"""Image classification on digits, CIFAR-10/100, ImageNet and your own images.  Paper: section 4.2."""
+"""Image classification on digits, CIFAR-10/100, ImageNet and the user's own images.  Paper: section 4.2."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,9 +54,8 @@ class ImageTask:
             if stand_in
             else load_once(load_images, self.recipe, *limits)
         )
-        if (
-            stand_in and self.recipe.crop == "resized"
-        ):  # that crop is done while images are read from disk
+        # Random images lie in memory, and a resized crop exists only for images read from disk.
+        if stand_in and self.recipe.crop == "resized":
             self.recipe = replace(self.recipe, crop=0)
         self.workers = (
             0
@@ -74,17 +73,21 @@ class ImageTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield augmented training batches from step ``start`` on."""
-        return self.shared_batches(start, lambda whole: whole)
+
+        def whole_batch(batch: Any) -> Any:
+            return batch
+
+        return self.shared_batches(start, whole_batch)
 
     def shared_batches(
         self, start: int, share: Callable[[Any], Any]
     ) -> Iterator[Batch]:
-        """Yield a process's part of every batch; of images on disk it reads no others."""
+        """Yield this process's part of every batch; only these images are read from disk."""
         if isinstance(self.data.train, ArrayImages):
-            whole = array_batches(
+            batches = array_batches(
                 self.data.train, self.data, self.recipe, self.seed, self.device, start
             )
-            return (cast(Batch, tuple(map(share, batch))) for batch in whole)
+            return (cast(Batch, tuple(map(share, batch))) for batch in batches)
         return file_batches(
             self.data.train,
             self.recipe,
@@ -106,16 +109,16 @@ class ImageTask:
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return accuracy (share of images, 0..1) and mean cross entropy of every split that is not empty."""
-        measured = {}
+        metrics = {}
         for name, part in (("valid", self.data.valid), ("test", self.data.test)):
             if count := len(part):  # type: ignore[arg-type]
                 batches = evaluation_batches(
                     part, self.data, self.recipe.size, self.device, self.workers
                 )
-                measured[name] = accuracy_and_loss(
+                metrics[name] = accuracy_and_loss(
                     ((model(images), labels) for images, labels in batches), count
                 )
-        return measured
+        return metrics
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate by the recipe's rule: "milestones" is times 0.1 at every milestone."""

@@ -1,8 +1,9 @@
-"""Language modelling with an LSTM: Penn Treebank, characters, your own text.  Paper: section 4.4."""
+"""Language modelling with an LSTM: Penn Treebank, characters, the user's own text.  Paper: section 4.4."""
 
+import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,13 @@ from cpt_lab.tasks.base import (
     sum_batches,
 )
 
-Batch = tuple[
-    Tensor, Tensor, bool
-]  # words (T, B), the words after them (T, B), whether an epoch begins
+
+class Batch(NamedTuple):
+    """Words (T, B), the words after them (T, B), and whether an epoch begins."""
+
+    words: Tensor
+    targets: Tensor
+    starts_epoch: bool
 
 
 class LanguageModelTask:
@@ -74,29 +79,29 @@ class LanguageModelTask:
         ).to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Yield the batches from step ``start`` on, without end; the last one of an epoch may be shorter."""
+        """Yield training batches from step ``start`` on, without end; the last one of an epoch may be shorter."""
         length, last = self.recipe.length, len(self.columns) - 1
-        per_epoch = math.ceil(last / length)
-        while True:
-            begin = start % per_epoch * length
+        batches_per_epoch = math.ceil(last / length)
+        for step in itertools.count(start):
+            begin = step % batches_per_epoch * length
             end = min(begin + length, last)
-            yield self.columns[begin:end], self.columns[begin + 1 : end + 1], begin == 0
-            start += 1
+            words = self.columns[begin:end]
+            targets = self.columns[begin + 1 : end + 1]
+            yield Batch(words, targets, begin == 0)
 
     def loss(
         self, model: nn.Module, batch: Batch, carry: State | None
     ) -> tuple[Tensor, State]:
         """Return the mean cross entropy (nats per word) and the state for the next batch."""
-        words, targets, first = batch
-        logits, (h, c) = model(words, None if first else carry)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), (
-            h.detach(),
-            c.detach(),
+        logits, (h, c) = model(batch.words, None if batch.starts_epoch else carry)
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten()
         )
+        return loss, (h.detach(), c.detach())
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return words and no state."""
-        return batch[0], None
+        """Return the model's arguments: words and no state."""
+        return batch.words, None
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return perplexity and loss (nats per word) of both splits."""
@@ -108,37 +113,33 @@ class LanguageModelTask:
     @torch.no_grad()
     def _measure(self, model: nn.Module, tokens: Tensor) -> Metrics:
         r = self.recipe
-        words, targets = (
-            to_device(x, self.device)
-            for x in evaluation_columns(tokens, self.data.start, r.evaluation_batch)
-        )
+        columns = evaluation_columns(tokens, self.data.start, r.evaluation_batch)
+        words, targets = (to_device(x, self.device) for x in columns)
 
-        def measured() -> Iterator[tuple[Tensor]]:
+        def losses() -> Iterator[tuple[Tensor]]:
             state = None
             for x, y in zip(
                 words.split(r.length), targets.split(r.length), strict=True
             ):
                 logits, state = model(x, state)
-                yield (
-                    nn.functional.cross_entropy(
-                        logits.flatten(0, 1), y.flatten(), reduction="sum"
-                    ),
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), y.flatten(), reduction="sum"
                 )
+                yield (loss,)
 
-        (total,) = sum_batches(measured())
+        (total,) = sum_batches(losses())
         loss = total / len(tokens)
         return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate by the recipe's rule."""
         r = self.recipe
-        sgd = make_optimizer(
-            torch.optim.SGD, (p for p in model.parameters() if p.requires_grad), r
-        )
+        trained = (p for p in model.parameters() if p.requires_grad)
+        sgd = make_optimizer(torch.optim.SGD, trained, r)
         if r.lr_rule == "constant":
             return sgd, constant(r.lr)
         if r.lr_rule == "step":
             return sgd, milestones(r.lr, (0.8, 0.9), r.steps)
-        return sgd, cosine(
-            r.lr, r.final_lr, r.steps
-        ) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)
+        if r.lr_rule == "cosine":
+            return sgd, cosine(r.lr, r.final_lr, r.steps)
+        return sgd, plateau(r.lr, r.lr_division)

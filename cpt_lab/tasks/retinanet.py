@@ -1,4 +1,6 @@
-"""RetinaNet: boxes and classes from a feature pyramid in one pass, put together from torchvision's parts.
+"""RetinaNet: boxes and classes from a feature pyramid in one pass, assembled from torchvision's parts.
+
+``retinanet`` returns a model with one of the ``BACKBONES``.
 
 Shapes: N images of H x W pixels, A anchors over all pyramid levels, K classes.  Paper: section 4.2 (object detection).
 
@@ -30,11 +32,13 @@ PYRAMID_LEVELS = 5  # P3 to P7
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 ANCHOR_SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
 BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # box targets are divided by 0.1, 0.1, 0.2, 0.2
-PRIOR_PROBABILITY = 0.01  # what an untrained classifier says of every class
+PRIOR_PROBABILITY = (
+    0.01  # probability that an untrained classifier gives to every class
+)
 
 
 class Outputs(NamedTuple):
-    """Class logits (N, A, K), box offsets (N, A, 4), and the pyramid (N, C, h, w) that they come from."""
+    """Class logits (N, A, K), box offsets (N, A, 4), and the pyramid (N, C, h, w) from which they were computed."""
 
     logits: Tensor
     offsets: Tensor
@@ -42,7 +46,7 @@ class Outputs(NamedTuple):
 
 
 class FrozenStatisticsBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm whose statistics never change: always in evaluation mode, while scale and shift are trained."""
+    """BatchNorm with fixed statistics: always in evaluation mode, while its scale and shift are trained."""
 
     def __init__(self, channels: int) -> None:
         """Start in evaluation mode: mean 0 and variance 1, until weights are loaded."""
@@ -61,7 +65,7 @@ class RetinaNet(TorchvisionRetinaNet):
     """
 
     def forward(self, images: Tensor) -> Outputs:
-        """(N, 3, H, W), both sides multiples of 32 -> ``Outputs``."""
+        """Return class logits, box offsets and features of images (N, 3, H, W), whose sides are multiples of 32."""
         features = list(self.backbone(images).values())
         outputs = self.head(features)
         return Outputs(outputs["cls_logits"], outputs["bbox_regression"], features)
@@ -80,25 +84,25 @@ def retinanet(
 
     Paper: section 4.2; anchors, box weights and initialisation as in the authors' code.
     """
-    build, channels, stride, width = BACKBONES[name]
-    body = build(FrozenStatisticsBatchNorm2d if frozen else nn.BatchNorm2d)
+    spec = BACKBONES[name]
+    width = spec.pyramid_channels
+    body = spec.build(FrozenStatisticsBatchNorm2d if frozen else nn.BatchNorm2d)
     backbone = BackboneWithFPN(
         body,
         {"layer2": "0", "layer3": "1", "layer4": "2"},
-        list(channels),
+        list(spec.stage_channels),
         width,
-        extra_blocks=LastLevelP6P7(channels[-1], width),
+        extra_blocks=LastLevelP6P7(spec.stage_channels[-1], width),
     )
-    sides = tuple(
-        tuple(round(anchor * stride * 2**level * scale) for scale in ANCHOR_SCALES)
-        for level in range(PYRAMID_LEVELS)
-    )
-    generator = AnchorGenerator(sides, (ASPECT_RATIOS,) * len(sides))
+    sides = []
+    for level in range(PYRAMID_LEVELS):
+        stride = spec.stride * 2**level
+        sides.append(tuple(round(anchor * stride * scale) for scale in ANCHOR_SCALES))
+    generator = AnchorGenerator(tuple(sides), (ASPECT_RATIOS,) * len(sides))
     count = len(ASPECT_RATIOS) * len(ANCHOR_SCALES)
     head = RetinaNetHead(width, count, classes)
-    head.regression_head = RetinaNetRegressionHead(
-        width, count
-    )  # drawn again: seeds give the weights of stored runs
+    # Drawn a second time, so that seeds give the initial weights of stored runs.
+    head.regression_head = RetinaNetRegressionHead(width, count)
     model = RetinaNet(
         backbone,
         classes,
@@ -122,7 +126,7 @@ def retinanet(
 
 
 def _small_backbone(norm: Callable[..., nn.Module]) -> nn.Module:
-    """Return a backbone for small pictures: 16 to 128 channels, one block per stage."""
+    """Return a backbone for small images: 16 to 128 channels, one block per stage."""
     stem = nn.Sequential(
         nn.Conv2d(3, 16, 3, 2, padding=1, bias=False), norm(16), nn.ReLU(inplace=True)
     )
@@ -135,16 +139,27 @@ def _small_backbone(norm: Callable[..., nn.Module]) -> nn.Module:
     )
 
 
-# name -> backbone by its normalisation layer, channels of its last three stages, stride of the first of them (pixels
-# between the anchors of P3), channels of the pyramid
-BACKBONES: dict[
-    str, tuple[Callable[[Any], nn.Module], tuple[int, int, int], int, int]
-] = {
-    "retinanet": (
-        lambda norm: torchvision.models.resnet18(norm_layer=norm),
-        (128, 256, 512),
-        8,
-        256,
-    ),
-    "retinanet_small": (_small_backbone, (32, 64, 128), 4, 32),
+def _resnet18(norm: Callable[..., nn.Module]) -> nn.Module:
+    return torchvision.models.resnet18(norm_layer=norm)
+
+
+class BackboneSpec(NamedTuple):
+    """Backbone of a detector.
+
+    Attributes:
+        build: returns the backbone for a normalisation layer.
+        stage_channels: channels of its last three stages.
+        stride: stride of the first of these stages: pixels between the anchors of P3.
+        pyramid_channels: channels of the feature pyramid.
+    """
+
+    build: Callable[[Any], nn.Module]
+    stage_channels: tuple[int, int, int]
+    stride: int
+    pyramid_channels: int
+
+
+BACKBONES = {
+    "retinanet": BackboneSpec(_resnet18, (128, 256, 512), 8, 256),
+    "retinanet_small": BackboneSpec(_small_backbone, (32, 64, 128), 4, 32),
 }

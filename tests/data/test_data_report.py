@@ -46,7 +46,7 @@ BOX = [("cat", (2, 2, 20, 20))]
 
 # --- one sound data set per layout ----------------------------------------------------------------
 def class_folders(count=6):
-    """Return pictures of two classes, all different."""
+    """Return images of two classes, all different."""
     names = [f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(count)]
     return {name: picture((12, 12), "PNG", seed) for seed, name in enumerate(names)}
 
@@ -63,7 +63,7 @@ def split_folders():
 
 
 def image_archives(**more):
-    """Return archives of different pictures to train and to test on."""
+    """Return archives of different images to train and to test on."""
     rng = np.random.default_rng(0)
     parts = {"train": 12, "test": 6}
     return {
@@ -77,7 +77,7 @@ def image_archives(**more):
 
 
 def annotated_pictures():
-    """Return six pictures with a box each, four to train and two to test on."""
+    """Return six images with a box each, four to train and two to test on."""
     files = boxes(train="abcd", test="ef")
     for i, name in enumerate("abcdef"):
         files |= annotated_picture(name, (30, 40), BOX)
@@ -368,7 +368,7 @@ def test_orientation_of_pictures_is_applied_and_reported(orientation, told):
     assert len(white) in (
         5,
         6,
-    )  # copies of training pictures do not stand in the test part
+    )  # copies of training images do not stand in the test part
     assert all((image[:, :4, :6] == 255).all() for image in white)
     assert_named(text, "orientation", "6")
 
@@ -458,7 +458,7 @@ def test_markers_at_line_ends_are_not_doubled(marker, told):
 
 # --- overlap --------------------------------------------------------------------------------------
 OVERLAPS = {
-    "test pictures are training pictures": (
+    "test images are training images": (
         "image",
         lambda: {
             **{n: c for n, c in split_folders().items() if n.startswith("train/")},
@@ -469,14 +469,14 @@ OVERLAPS = {
             },
         },
     ),
-    "one test picture is a training picture": (
+    "one test image is a training image": (
         "image",
         lambda: (
             split_folders()
             | {"val/cat/other-name.png": split_folders()["train/cat/1.png"]}
         ),
     ),
-    "a training picture stands in another class of the test": (
+    "a training image stands in another class of the test": (
         "image",
         lambda: (
             split_folders()
@@ -490,7 +490,7 @@ OVERLAPS = {
             "test.npz": image_archives()["train.npz"],
         },
     ),
-    "a picture is in both lists": (
+    "an image is in both lists": (
         "detection",
         lambda: annotated_pictures() | boxes(train="abcd", test="def"),
     ),
@@ -602,14 +602,14 @@ def test_report_refuses_unknown_topics():
 def test_report_survives_being_stored_and_its_digest_tells_changes():
     report = DataReport("x/", [("split", "9 training samples"), ("read", "ten files")])
     report.leave_out(
-        "pictures of this kind are not read", [f"{i}.HEIC" for i in range(100)]
+        "images of this kind are not read", [f"{i}.HEIC" for i in range(100)]
     )
     again = DataReport.from_dict(report.to_dict())
     assert (str(again), again.digest) == (str(report), report.digest)
     assert [fact.topic for fact in report.facts] == ["read", "left out", "split"]
     assert [fact.topic for fact in report.notices] == ["left out"]
     assert (
-        "100 files .heic: pictures of this kind are not read (0.HEIC, 1.HEIC, 10.HEIC, ...)"
+        "100 files .heic: images of this kind are not read (0.HEIC, 1.HEIC, 10.HEIC, ...)"
         in str(report)
     )
     again.add("changed", "something")

@@ -1,4 +1,4 @@
-"""Pictures with boxes: scenes of digits, Pascal VOC's layout as torchvision and others write it, bad input, batches."""
+"""Images with boxes: scenes of digits, Pascal VOC's layout as torchvision and others write it, bad input, batches."""
 
 import io
 import itertools
@@ -56,7 +56,7 @@ def refused(message, error=ValueError, dataset="pets/"):
 
 @pytest.fixture
 def own(data_folder):
-    """A folder of five pictures in VOC's layout, as dataset "pets/" in the data folder."""
+    """A folder of five images in VOC's layout, as dataset "pets/" in the data folder."""
     folder = data_folder / "pets" / "VOCdevkit" / "VOC2007"
     write_picture(
         folder,
@@ -84,7 +84,7 @@ def test_own_pictures_are_read_as_they_are(own):
     assert [len(part) for part in (data.train, data.valid, data.test)] == [3, 0, 2]
     first, second, third = data.train
     assert first.size == (60, 90)
-    # counted from 1 with both corners inside -> from 0 with the upper end open: the whole picture
+    # counted from 1 with both corners inside -> from 0 with the upper end open: the whole image
     assert first.boxes.tolist() == [[0, 0, 90, 60], [9, 19, 30, 40]]
     assert first.labels.tolist() == [1, 0]
     assert first.difficult.tolist() == [False, True]
@@ -153,7 +153,7 @@ def test_official_layout(data_folder, dataset):
         (
             "dog",
             (1, 1, 92, 60),
-            r"\(1, 1\) to \(92, 60\) is not inside the 90 x 60 picture",
+            r"\(1, 1\) to \(92, 60\) is not inside the 90 x 60 image",
         ),
         (
             "dog",
@@ -161,7 +161,7 @@ def test_official_layout(data_folder, dataset):
             "is not inside .*: VOC counts pixels from 1, and this file probably from 0; add 1 to",
         ),
         ("dog", (5, 0, 10, 10), "probably from 0; add 1 to xmin and ymin"),
-        ("dog", (-1, 5, 10, 10), "is not inside the 90 x 60 picture"),
+        ("dog", (-1, 5, 10, 10), "is not inside the 90 x 60 image"),
         ("dog", (5, 5, 10, 62.5), "is not inside"),
         ("dog", (91, 5, 91, 10), "is not inside"),
         ("dog", (10, 10, 9, 20), "has no area"),
@@ -210,12 +210,12 @@ def test_missing_and_wrong_files(own):
 def test_wrong_lists_and_folders(own, tmp_path):
     write_picture(own, "f", (60, 60))
     write(own, boxes(val="f"))
-    refused("no object that counts on any of 1 test pictures")
+    refused("no object that counts on any of 1 test images")
     write_picture(own, "d", (60, 90), [("cat", (3, 4, 50, 44), DIFFICULT)])
     write(own, boxes(val="fd"))
-    refused("no object that counts on any of 2 test pictures")
+    refused("no object that counts on any of 2 test images")
     write(own, boxes(train=["a", "b", "a"]))
-    refused(r"VOC\d+: a\.jpg is listed 2 times; list every picture once")
+    refused(r"VOC\d+: a\.jpg is listed 2 times; list every image once")
     write(own, boxes(train=[]))
     refused(r"train\.txt is empty")
     write(own, boxes(train=["c"]))
@@ -261,7 +261,7 @@ def thing(box=BOX, name="cat", more=""):
 
 
 def voc(ids="abcdef", train="abcd", test="ef", ending=".jpg", kind="JPEG"):
-    """Return six pictures of a thing each."""
+    """Return six images of a thing each."""
     files = boxes(train=train, test=test)
     for seed, name in enumerate(ids):
         files |= {
@@ -292,7 +292,7 @@ def grey(high, seed):
     return out.getvalue()
 
 
-SPACES = [f"my picture {i}" for i in range(6)]
+SPACES = [f"my image {i}" for i in range(6)]
 NUMBERED = [f"{name} 1" for name in "abcdef"]
 FACTS = {  # what is there -> its files, what the report must say
     "not listed": (
@@ -329,11 +329,11 @@ FACTS = {  # what is there -> its files, what the report must say
     ),
     "spaces in ids": (
         lambda: voc(SPACES, SPACES[:4], SPACES[4:]),
-        ["read: 6 pictures"],
+        ["read: 6 images"],
     ),
     "numbers after spaces": (
         lambda: voc(NUMBERED, NUMBERED[:4], NUMBERED[4:]),
-        ["read: 6 pictures"],
+        ["read: 6 images"],
     ),
     "flags": (
         lambda: voc(train=["a  1", "b -1", "c  0", "d  1"], test=["e 1", "f -1"]),
@@ -344,16 +344,16 @@ FACTS = {  # what is there -> its files, what the report must say
     ),
     "ids with endings": (
         lambda: voc(train=["a.jpg", "b.xml", "c", "d.jpg"]),
-        ["read: 6 pictures"],
+        ["read: 6 images"],
     ),
     "png": (
         lambda: voc(ending=".png", kind="PNG"),
-        ["read: 6 pictures: formats PNG 6"],
+        ["read: 6 images: formats PNG 6"],
     ),
-    "capitals": (lambda: voc(ending=".JPG"), ["read: 6 pictures: formats JPEG 6"]),
+    "capitals": (lambda: voc(ending=".JPG"), ["read: 6 images: formats JPEG 6"]),
     "bmp": (
         lambda: voc(ending=".bmp", kind="BMP"),
-        ["read: 6 pictures: formats BMP 6"],
+        ["read: 6 images: formats BMP 6"],
     ),
     "found by filename": (
         lambda: (
@@ -365,9 +365,9 @@ FACTS = {  # what is there -> its files, what the report must say
                 ),
             }
         ),
-        ["read: Annotations/a.xml has its picture by <filename>: IMG 1.jpg"],
+        ["read: Annotations/a.xml has its image by <filename>: IMG 1.jpg"],
     ),
-    "two pictures, one named": (
+    "two images, one named": (
         lambda: (
             voc()
             | {
@@ -383,8 +383,8 @@ FACTS = {  # what is there -> its files, what the report must say
             | {"Annotations/a.xml": xml(thing(), more="<filename>b.jpg</filename>")}
         ),
         [
-            "1 annotation with another name in <filename> than that of the picture: "
-            "it plays no part (Annotations/a.xml)"
+            "1 annotation with another name in <filename> than that of the image: "
+            "it is not used (Annotations/a.xml)"
         ],
     ),
     "sticking out by less than a pixel": (
@@ -426,14 +426,14 @@ FACTS = {  # what is there -> its files, what the report must say
     "turned and annotated as shown": (
         lambda: voc() | {"JPEGImages/a.jpg": turned(6, (40, 30))},
         [
-            "changed: EXIF orientation applied to 1 picture, as viewers do (orientation 6: 1; JPEGImages",
+            "changed: EXIF orientation applied to 1 image, as viewers do (orientation 6: 1; JPEGImages",
             "all 40 x 30 pixels",
         ],
     ),
     "turned and annotated as stored": (
         lambda: voc() | {"JPEGImages/a.jpg": turned(6)},
         [
-            "changed: EXIF orientation not applied to 1 picture",
+            "changed: EXIF orientation not applied to 1 image",
             "(JPEGImages/a.jpg)",
             "all 40 x 30 pixels",
         ],
@@ -441,8 +441,8 @@ FACTS = {  # what is there -> its files, what the report must say
     "upside down": (
         lambda: voc() | {"JPEGImages/a.jpg": turned(3)},
         [
-            "read: 1 picture with EXIF orientation, of one size before and after: boxes are taken as drawn",
-            "changed: EXIF orientation applied to 1 picture",
+            "read: 1 image with EXIF orientation, of one size before and after: boxes are taken as drawn",
+            "changed: EXIF orientation applied to 1 image",
         ],
     ),
     "12 bits": (
@@ -451,7 +451,7 @@ FACTS = {  # what is there -> its files, what the report must say
             | {f"JPEGImages/{c}.png": grey(4095, i) for i, c in enumerate("abcdef")}
         ),
         [
-            "changed: 6 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"
+            "changed: 6 grey images of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"
         ],
     ),
     "grey and resized": (
@@ -464,7 +464,7 @@ FACTS = {  # what is there -> its files, what the report must say
         ),
         [
             "2 sizes, 40 to 80 pixels wide and 30 to 90 high",
-            "changed: 6 pictures resized to 64 pixels on the short side, at most 96 on the long one; 5 of them",
+            "changed: 6 images resized to 64 pixels on the short side, at most 96 on the long one; 5 of them",
         ],
     ),
 }
@@ -492,15 +492,15 @@ def test_report_of_boxes_names_what_is_left_out_or_changed(case, data_folder):
 ERRORS = {  # what is there -> its files, what the error must say
     "id or flag": (
         lambda: voc(["a", "a 1", "b", "c"], ["a 1", "b"], ["c"]),
-        r"train\.txt: 'a 1' may be picture 'a 1', or 'a' and a flag; rename one",
+        r"train\.txt: 'a 1' may be image 'a 1', or 'a' and a flag; rename one",
     ),
-    "no picture of an id with spaces": (
+    "no image of an id with spaces": (
         lambda: voc(train=["a", "my cat 3"]),
         r"there is no file .*my cat 3\.",
     ),
-    "two pictures": (
+    "two images": (
         lambda: voc() | {"JPEGImages/a.png": saved(60, "PNG")},
-        r"a\.jpg and a\.png may both be the picture of 'a'; keep one, or name it in <filename> of a\.xml",
+        r"a\.jpg and a\.png may both be the image of 'a'; keep one, or name it in <filename> of a\.xml",
     ),
     "another kind": (
         lambda: without("JPEGImages/a.jpg") | {"JPEGImages/a.heic": b"x"},
@@ -508,7 +508,7 @@ ERRORS = {  # what is there -> its files, what the error must say
     ),
     "outside of the folder": (
         lambda: voc(train=["../../secret"]),
-        r"'\.\./\.\./secret' is no picture id",
+        r"'\.\./\.\./secret' is no image id",
     ),
     "objects in objects": (
         lambda: voc() | {"Annotations/a.xml": xml(f"<objects>{thing()}</objects>")},
@@ -534,23 +534,23 @@ ERRORS = {  # what is there -> its files, what the error must say
     ),
     "not turned any more": (
         lambda: voc() | {"JPEGImages/a.jpg": saved(60, size=(40, 30))},
-        r"says 40 x 30 pixels, a\.jpg has 30 x 40: the sides are exchanged, as where a picture has lost its EXIF",
+        r"says 40 x 30 pixels, a\.jpg has 30 x 40: the sides are exchanged, as where an image has lost its EXIF",
     ),
     "12 bits beside 8": (
         lambda: voc(ending=".png", kind="PNG") | {"JPEGImages/a.png": grey(4095, 0)},
-        r"1 grey picture of 16 bits whose values end at 4,095 .* stand beside 5 of 8 bits",
+        r"1 grey image of 16 bits whose values end at 4,095 .* stand beside 5 of 8 bits",
     ),
     "in both lists": (
         lambda: voc(test="def"),
-        r"1 of 3 pictures in test\.txt stand in train\.txt, too \(d\.jpg\); a test needs pictures",
+        r"1 of 3 images in test\.txt stand in train\.txt, too \(d\.jpg\); a test needs images",
     ),
-    "tested on its own training pictures": (
+    "tested on its own training images": (
         lambda: voc(test="ab"),
-        r"2 of 2 pictures in test\.txt stand in train\.txt, too \(a\.jpg, b\.jpg\)",
+        r"2 of 2 images in test\.txt stand in train\.txt, too \(a\.jpg, b\.jpg\)",
     ),
     "a copy": (
         lambda: voc() | {"JPEGImages/e.jpg": saved(0)},
-        r"1 of 2 pictures in test\.txt are copies of pictures in train\.txt \(e\.jpg is a\.jpg\); .*take them",
+        r"1 of 2 images in test\.txt are copies of images in train\.txt \(e\.jpg is a\.jpg\); .*take them",
     ),
 }
 
@@ -567,7 +567,7 @@ def test_boxes_that_cannot_be_read_rightly_are_refused(case, data_folder):
 def test_boxes_lie_where_the_size_of_the_annotation_says(
     orientation, as_shown, data_folder
 ):
-    """A white thing is in its box, drawn on the picture as viewers show it or, by its size, as it is stored."""
+    """A white thing is in its box, drawn on the image as viewers show it or, by its size, as it is stored."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     drawn = np.zeros((30, 40, 3), np.uint8)

@@ -216,7 +216,7 @@ def _npy(array):
 
 
 def bomb():
-    """A picture in a few bytes whose header says 40,000 x 40,000 pixels."""
+    """An image in a few bytes whose header says 40,000 x 40,000 pixels."""
     whole = picture((1, 1))
     header = b"IHDR" + (40_000).to_bytes(4) * 2 + whole[24:29]
     return whole[:12] + header + zlib.crc32(header).to_bytes(4) + whole[33:]
@@ -512,7 +512,7 @@ VOC = "Pascal VOC's layout: Annotations/<id>.xml, JPEGImages"
 @pytest.mark.parametrize(
     ("file", "way"),
     [
-        ("a.JPG", "the pictures of every class a folder"),
+        ("a.JPG", "the images of every class a folder"),
         ("a.jpg a.xml", VOC),
         ("train/a.jpg train/a.xml valid/b.jpg valid/b.xml", VOC),
         ("JPEGImages/a.jpg Annotations/a.xml", "ImageSets/Main/train.txt"),

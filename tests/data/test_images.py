@@ -256,7 +256,7 @@ def test_what_a_mac_puts_beside_a_picture_is_none(data_folder):
 def test_classes_too_small_to_draw_from_and_a_split_without_train(data_folder):
     write(data_folder / "pets", class_folders(4))
     refused(
-        r"pets: no class has the five pictures of which one is tested on",
+        r"pets: no class has the five images of which one is tested on",
         load_images,
         small("pets/", size=16),
     )
@@ -416,7 +416,7 @@ def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
     assert ", tested on val/" in load_images(small("pets/", size=size)).title
     (data_folder / "pets/train/empty").mkdir()
     refused(
-        r"pets/train/empty is the folder of a class, and has no picture",
+        r"pets/train/empty is the folder of a class, and has no image",
         load_images,
         small("pets/", size=size),
     )
@@ -438,7 +438,7 @@ def noise(seed, size=(20, 24)):
 
 
 def pets(seed=0, kind="PNG", make=None):
-    """Twelve pictures of two classes."""
+    """Twelve images of two classes."""
     names = [f"{name}/{i}.{kind.lower()}" for name in ("cat", "dog") for i in range(6)]
     make = make or (lambda seed: saved(noise(seed), kind))
     return {name: make(seed + number) for number, name in enumerate(names)}
@@ -453,7 +453,7 @@ def split_pets():
 
 
 def deep(high, kind="PNG", dtype=np.uint16):
-    """Return a maker of grey pictures of 16 bits with values up to a limit."""
+    """Return a maker of grey images of 16 bits with values up to a limit."""
 
     def make(seed):
         values = (
@@ -503,7 +503,7 @@ def pages(kind):
 
 
 def loosely(*names):
-    """Files of these names that hold a picture."""
+    """Files of these names that hold an image."""
     return {name: saved(noise(200 + i)) for i, name in enumerate(names)}
 
 
@@ -517,10 +517,10 @@ FACTS = {  # what is there -> its files, what the report must say
             )
         ),
         [
-            "left out: 2 files .heic: pictures of this kind are not read; save them as .jpg or .png (cat/a.heic, dog/b",
+            "left out: 2 files .heic: images of this kind are not read; save them as .jpg or .png (cat/a.heic, dog/b",
             "left out: 1 file .gif",
             "left out: 1 file .avif",
-            "left out: 1 file .docx: no pictures (cat/notes.docx)",
+            "left out: 1 file .docx: no images (cat/notes.docx)",
         ],
     ),
     "jpeg by another name": (
@@ -531,7 +531,7 @@ FACTS = {  # what is there -> its files, what the report must say
                 "dog/b.JPE": saved(noise(81), "JPEG"),
             }
         ),
-        ["read: 14 pictures: formats PNG 12, JPEG 2"],
+        ["read: 14 images: formats PNG 12, JPEG 2"],
     ),
     "hidden": (
         lambda: (
@@ -553,7 +553,7 @@ FACTS = {  # what is there -> its files, what the report must say
             pets() | loosely("cat/kittens/1.png", "cat/kittens/2.png", "dog/old/3.png")
         ),
         [
-            "changed: 3 pictures in folders inside of class folders belong to that class (cat/kittens 2, dog/old 1)"
+            "changed: 3 images in folders inside of class folders belong to that class (cat/kittens 2, dog/old 1)"
         ],
     ),
     "beside the splits": (
@@ -565,8 +565,8 @@ FACTS = {  # what is there -> its files, what the report must say
         [
             "left out: 1 file .png: val/ is tested on (test/cat/1.png)",
             "left out: 1 file .png: only train/ and a folder to test on are read (extra/2.png)",
-            "left out: 1 file .png: pictures outside of the folders of the classes are not read (3.png)",
-            "left out: 1 file .png: pictures outside of the folders of the classes are not read (train/4.png)",
+            "left out: 1 file .png: images outside of the folders of the classes are not read (3.png)",
+            "left out: 1 file .png: images outside of the folders of the classes are not read (train/4.png)",
             "left out: 1 file .npz",
         ],
     ),
@@ -587,7 +587,7 @@ FACTS = {  # what is there -> its files, what the report must say
     "12 bits": (
         lambda: pets(make=deep(4095)),
         [
-            "changed: 12 grey pictures of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"
+            "changed: 12 grey images of 16 bits, values up to 4,095: read as 12 bits, scaled to 8"
         ],
     ),
     "10 bits in TIFF": (
@@ -596,12 +596,12 @@ FACTS = {  # what is there -> its files, what the report must say
     ),
     "16 bits beside 8": (
         lambda: pets() | {"cat/deep.png": deep(65535)(90)},
-        ["changed: 1 grey picture of 16 bits", "read as 16 bits"],
+        ["changed: 1 grey image of 16 bits", "read as 16 bits"],
     ),
     "16 bits per channel": (
         lambda: pets() | {"cat/deep.png": deep_colours(60000)(90)},
         [
-            "changed: 1 picture with 16 bits per channel: the upper 8 are read (cat/deep.png)"
+            "changed: 1 image with 16 bits per channel: the upper 8 are read (cat/deep.png)"
         ],
     ),
     "modes": (
@@ -617,7 +617,7 @@ FACTS = {  # what is there -> its files, what the report must say
             "of PIL's mode L: grey became three equal channels (cat/L.tif)",
             "of PIL's mode 1: 1 bit",
             "of PIL's mode CMYK: colours became",
-            "1 picture with transparency (LA 1): it is left out",
+            "1 image with transparency (LA 1): it is left out",
         ],
     ),
     "a palette with transparency": (
@@ -626,7 +626,7 @@ FACTS = {  # what is there -> its files, what the report must say
     ),
     "a colour profile": (
         lambda: pets() | {"cat/p.jpg": saved(noise(90), "JPEG", icc_profile=b"x")},
-        ["read: 1 picture with a colour profile, which is not applied (cat/p.jpg)"],
+        ["read: 1 image with a colour profile, which is not applied (cat/p.jpg)"],
     ),
     "pages": (
         lambda: (
@@ -638,7 +638,7 @@ FACTS = {  # what is there -> its files, what the report must say
             }
         ),
         [
-            "changed: 3 pictures of several frames or pages: the first alone is read (cat/a.tif, cat/b.png, dog/c.webp)"
+            "changed: 3 images of several frames or pages: the first alone is read (cat/a.tif, cat/b.png, dog/c.webp)"
         ],
     ),
     "orientation": (
@@ -650,11 +650,11 @@ FACTS = {  # what is there -> its files, what the report must say
             }
         ),
         [
-            "changed: EXIF orientation applied to 3 pictures, as viewers do",
+            "changed: EXIF orientation applied to 3 images, as viewers do",
             "cat/3.jpg, cat/6.jpg, cat/8.jpg",
         ],
     ),
-    "a picture of one value": (
+    "an image of one value": (
         lambda: {
             **pets(),
             **pets(
@@ -675,11 +675,11 @@ FACTS = {  # what is there -> its files, what the report must say
             "changed: copies of other files, byte for byte: 3; each is in the split of its original"
         ],
     ),
-    "classes without a test picture": (
+    "classes without a test image": (
         lambda: {
             name: file for name, file in split_pets().items() if "val/cat" not in name
         },
-        ["classes: test has no picture of 1 class: cat"],
+        ["classes: test has no image of 1 class: cat"],
     ),
 }
 
@@ -711,14 +711,14 @@ def test_report_of_images_names_what_is_left_out_or_changed(case, size, data_fol
 ERRORS = {  # what is there -> its files, what the error must say
     "a class of other kinds": (
         lambda: pets() | {f"bird/{i}.heic": b"x" for i in range(3)},
-        r"pets/bird is the folder of a class, .* \(found: 3 files \.heic\); save pictures as \.jpg or \.png",
+        r"pets/bird is the folder of a class, .* \(found: 3 files \.heic\); save images as \.jpg or \.png",
     ),
-    "pictures of val/ without classes": (
+    "images of val/ without classes": (
         lambda: (
             {n: f for n, f in split_pets().items() if "train" in n}
             | loosely("val/1.png", "val/2.png")
         ),
-        r"pets/val has no folder of a class in it; 2 pictures lie directly in it .* val/<class>/",
+        r"pets/val has no folder of a class in it; 2 images lie directly in it .* val/<class>/",
     ),
     "Tiny ImageNet": (
         lambda: (
@@ -750,11 +750,11 @@ ERRORS = {  # what is there -> its files, what the error must say
     ),
     "12 bits beside 8": (
         lambda: pets() | {"cat/deep.png": deep(4095)(90)},
-        r"1 grey picture of 16 bits whose values end at 4,095 \(cat/deep.png\) stand beside 12 of 8 bits .*save all",
+        r"1 grey image of 16 bits whose values end at 4,095 \(cat/deep.png\) stand beside 12 of 8 bits .*save all",
     ),
     "8 bits in 16": (
         lambda: pets(make=deep(255)),
-        "12 pictures of 16 bits whose values end at 255 would be",
+        "12 images of 16 bits whose values end at 255 would be",
     ),
     "32 bits": (
         lambda: pets() | {"cat/f.tif": deep(1e6, "TIFF", np.int32)(0)},
@@ -766,7 +766,7 @@ ERRORS = {  # what is there -> its files, what the error must say
     ),
     "12 bits per channel": (
         lambda: pets(make=deep_colours(4000)),
-        r"12 colour pictures of 16 bits per channel, whose values end below 4,096 of 65,535, would be dark",
+        r"12 colour images of 16 bits per channel, whose values end below 4,096 of 65,535, would be dark",
     ),
     "a copy in another class of the test": (
         lambda: split_pets() | {"val/dog/new.png": split_pets()["train/cat/0.png"]},
@@ -788,7 +788,7 @@ def test_images_that_cannot_be_read_rightly_are_refused(case, size, data_folder)
 
 
 def test_every_class_of_12_bits_is_scaled_by_the_largest_value_of_all(data_folder):
-    """One dark picture keeps its distance to the others: the scale is that of the data set."""
+    """One dark image keeps its distance to the others: the scale is that of the data set."""
     files = pets(make=deep(4095)) | {"cat/0.png": deep(500)(0)}
     found = loaded(data_folder, 80, files)
     (index,) = (
@@ -863,7 +863,7 @@ def archives(copied, rows=20, **more):
 def test_archives_count_a_few_copies_and_refuse_more(data_folder):
     facts = facts_of(loaded(data_folder, 8, archives(2)))
     assert (
-        "overlap: 2 of 20 test pictures have the pixels of a training or validation picture at 8 x 8"
+        "overlap: 2 of 20 test images have the pixels of a training or validation image at 8 x 8"
         in facts
     )
     write(data_folder / "pets", archives(3))
@@ -895,7 +895,7 @@ def test_report_of_archives_names_arrays_files_and_labels(data_folder):
         "left out: 1 file .npz: only train.npz and test.npz are read (more.npz)",
         "sub/a.txt",
         "read: train.npz: 20 images, 8 x 8 pixels, 3 channels",
-        "classes: test: 20 pictures of 2 classes: class 0: 10",
+        "classes: test: 20 images of 2 classes: class 0: 10",
     ):
         assert word in facts, facts
 
@@ -912,9 +912,8 @@ def test_archives_of_one_name_are_told_apart(data_folder):
     write(data_folder, {"a/x.npz": packed(1, 2, 3, 4), "b/x.npz": packed(0, 5)})
     found = load_images(small("a/x.npz,b/x.npz", size=20, valid_images=0))
     assert "read: a/x.npz: 4 images" in facts_of(found)
-    assert (
-        "6 grey pictures of 16 bits, values up to 4,095: read as 12 bits"
-        in facts_of(found)
+    assert "6 grey images of 16 bits, values up to 4,095: read as 12 bits" in facts_of(
+        found
     )
     assert found.test.images[0].max() <= 1000 >> 4  # the scale of both archives
 
@@ -927,7 +926,7 @@ def test_validation_pictures_that_are_copies_are_counted(size, data_folder):
     overlaps = [text for topic, text in found.report.facts if topic == "overlap"]
     assert len(overlaps) == 1
     assert re.match(
-        r"\d of 10 validation pictures (have the pixels of a|are copies of) training picture",
+        r"\d of 10 validation images (have the pixels of a|are copies of) training image",
         overlaps[0],
     )
 
@@ -968,7 +967,7 @@ def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):
     }
     facts = facts_of(loaded(data_folder, 24, files, valid_images=0))
     assert (
-        "EXIF orientation applied to 1 picture, as viewers do (orientation 6: 1; train.npz pi"
+        "EXIF orientation applied to 1 image, as viewers do (orientation 6: 1; train.npz im"
         in facts
     )
     grey = {
@@ -977,9 +976,8 @@ def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):
     }
     files = {name: packed(pictures) for name, pictures in grey.items()}
     found = loaded(data_folder, 20, files, valid_images=0)
-    assert (
-        "8 grey pictures of 16 bits, values up to 1,023: read as 10 bits"
-        in facts_of(found)
+    assert "8 grey images of 16 bits, values up to 1,023: read as 10 bits" in facts_of(
+        found
     )
     assert found.train.images.max() > 250
 

@@ -85,7 +85,7 @@ def test_pages_show_facts_and_name_reports_that_are_missing(
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     facts = DataReport(
         "mine/",
-        [("read", "12 pictures"), ("left out", "3 files .heic: no reader (a.heic)")],
+        [("read", "12 images"), ("left out", "3 files .heic: no reader (a.heic)")],
     )
     store = tmp_path / "demo" / "image.jsonl"
     store.parent.mkdir()
@@ -101,7 +101,7 @@ def test_pages_show_facts_and_name_reports_that_are_missing(
     stores.write_data_report(store, facts)
     (section,) = data_reports.sections(*data_reports.stored_reports([store]))
     assert section.table.fact.tolist() == [
-        "12 pictures",
+        "12 images",
         "3 files .heic: no reader (a.heic)",
     ]
     assert section.title == "What was read of mine/"
@@ -118,7 +118,7 @@ def test_pages_show_facts_and_name_reports_that_are_missing(
 
 
 def test_page_says_that_nothing_was_left_out():
-    sound = DataReport("mine/", [("read", "12 pictures")])
+    sound = DataReport("mine/", [("read", "12 images")])
     (section,) = data_reports.sections([sound])
     assert section.notes[1:] == (data_reports.NOTHING_CHANGED,)
     assert data_reports.summary([sound]) == ()

@@ -278,7 +278,7 @@ SECOND_AFTER_A_MISS = (1 / 2 + 1 / 2 * 2 / 3, (6 + 5 * 2 / 3) / 11)
             [picture([A, B], [0, 1])],
             (1 / 2, 1 / 2),
         ),
-        # over pictures: the second one's only detection is wrong and scores best
+        # over images: the second one's only detection is wrong and scores best
         (
             [found([A], [0.5], [0]), found([FAR], [0.9], [0])],
             [picture([A], [0]), picture([], [])],
@@ -317,7 +317,7 @@ def test_how_much_overlap_counts(overlap, metric, expected):
 
 
 def test_average_precision_against_a_plain_one():
-    """All-point and 11-point, of one object and one detection a picture, against the definition in numpy."""
+    """All-point and 11-point, of one object and one detection an image, against the definition in numpy."""
     rng, n = np.random.default_rng(0), 40
     hits, scores = rng.random(n) < 0.7, (1 + rng.permutation(n)) / n
     pairs = [
@@ -340,7 +340,7 @@ def test_average_precision_against_a_plain_one():
 
 def test_nothing_to_be_found_is_an_error():
     refused(
-        "no object to be found on 1 pictures",
+        "no object to be found on 1 images",
         mean_average_precision,
         [(found([A], [0.9], [0]), picture([], []))],
     )
