@@ -46,6 +46,7 @@ AREAS = frozenset(
         "bench",
         "book",
         "ci",
+        "lint",
         "tree",  # all packages at once, such as a rename
     }
 )

@@ -68,7 +68,7 @@ def schedule(answer: Any, total_steps: int, *ends: int) -> Schedule:
     return answer
 
 
-def of_the_suite(answer: Any) -> Schedule:
+def suite_schedule(answer: Any) -> Schedule:
     """Return a schedule of the suite, from 3 to 8 bits, of 64,000 steps."""
     s = schedule(answer, 64_000)
     if s.savings not in ("large", "medium", "small"):
@@ -81,12 +81,12 @@ def outcome(function: Any, *args: Any) -> Any:
     if not callable(function):
         raise Refused(f"{short(function)} is no function")
     try:
-        given = function(*deepcopy(args))
+        result = function(*deepcopy(args))
     except Exception as error:
         raise Refused(f"it raises {type(error).__name__}: {error}") from None
-    if given is None or given is ...:
+    if result is None or result is ...:
         raise Unanswered
-    return given
+    return result
 
 
 def _array(value: Any) -> np.ndarray:
@@ -99,13 +99,13 @@ def paste_repr(value: Any) -> str:
     """Return a value as Python writes it, whole, so that it can be pasted; a tensor's 0.7 is not 0.699999988."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    found = (
+    array = (
         (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
     )
-    return f"tensor({(found.astype(str).astype(float) if found.dtype.kind == 'f' else found).tolist()})"
+    return f"tensor({(array.astype(str).astype(float) if array.dtype.kind == 'f' else array).tolist()})"
 
 
-def _named(sample: tuple[Any, ...], *functions: Callable[..., Any]) -> str:
+def _argument_text(sample: tuple[Any, ...], *functions: Callable[..., Any]) -> str:
     """Return arguments with the names that the first of these functions has for them, such as "x = 3, bits = 2"."""
     for function in functions:
         with suppress(TypeError, ValueError):  # some of C have no signature
@@ -136,23 +136,24 @@ def like(
 
     def right(function: Any) -> bool:
         for sample in samples:
-            given, wanted = outcome(function, *sample), reference(*sample)
+            result, expected = outcome(function, *sample), reference(*sample)
             try:
-                found = _array(given)
+                result_array = _array(result)
             except (TypeError, ValueError, RuntimeError):
-                found = np.empty((0, 0))  # like nothing that is wanted
-            if not close(found, _array(wanted)):
+                result_array = np.empty((0, 0))  # like nothing that is wanted
+            if not close(result_array, _array(expected)):
                 slip = [
-                    why
-                    for why, made in slips.items()
-                    if close(found, _array(made(*sample)))
+                    explanation
+                    for explanation, wrong_function in slips.items()
+                    if close(result_array, _array(wrong_function(*sample)))
                 ][:1]
-                said = (
-                    f"for {_named(sample, function, reference)}",
-                    f"your function returns {paste_repr(given)}",
+                lines = (
+                    f"for {_argument_text(sample, function, reference)}",
+                    f"your function returns {paste_repr(result)}",
                 )
                 raise Refused(
-                    "\n  ".join((*said, f"{'wanted':21} {paste_repr(wanted)}")), *slip
+                    "\n  ".join((*lines, f"{'wanted':21} {paste_repr(expected)}")),
+                    *slip,
                 )
         return True
 

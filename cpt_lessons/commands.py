@@ -20,7 +20,7 @@ Number = Annotated[
 Data = Annotated[
     str | None, typer.Option(help="Name of a data set, or your own files.")
 ]
-Given = Annotated[
+NotebookParameters = Annotated[
     list[str],
     typer.Option(
         "--parameter",
@@ -50,7 +50,7 @@ def reproduce(
     scale: Scale = "demo",
     notebook: Number = None,
     dataset: Data = None,
-    parameter: Given = [],  # noqa: B006
+    parameter: NotebookParameters = [],  # noqa: B006
 ) -> None:
     """Run the notebooks and write their pages, with runs/reproduce/SCALE/index.html; stored runs are not repeated."""
     with stoppable():  # from the imports on, which take seconds
@@ -136,11 +136,11 @@ def notebooks(
 
 def _describe_parameters(defaults: dict[str, Any]) -> str:
     """Return a line per parameter: name, type, default and allowed values."""
-    from cpt_lessons.parameters import ONE_SCHEDULE, PARAMETERS
+    from cpt_lessons.parameters import NOTEBOOK_PARAMETERS, ONE_SCHEDULE
 
-    parameters = PARAMETERS
+    parameters = NOTEBOOK_PARAMETERS
     if "total_steps" in defaults:
-        parameters = PARAMETERS | ONE_SCHEDULE
+        parameters = NOTEBOOK_PARAMETERS | ONE_SCHEDULE
 
     width = max(map(len, defaults))
     lines = []
@@ -168,9 +168,9 @@ def new_study(
 ) -> None:
     """Write study.py, a template for your model, and a notebook that runs it and shows the results."""
     files = [study_dir() / name for name in ("study.py", "study.ipynb")]
-    if there := [folder / f.name for f in files if (folder / f.name).exists()]:
+    if existing_files := [folder / f.name for f in files if (folder / f.name).exists()]:
         raise FileExistsError(
-            f"{there[0]} is there already; name another folder, nothing was written"
+            f"{existing_files[0]} is there already; name another folder, nothing was written"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:

@@ -52,16 +52,16 @@ def rounded_tensors(
     model: Any, layer: Any, batch: tuple[Any, Any], loss: Any
 ) -> dict[str, Any]:
     """Return what a step rounds in a layer, before it is rounded: weights, inputs, gradients of the output."""
-    found = {"weights": layer.weight.detach()}
+    tensors = {"weights": layer.weight.detach()}
     inputs, labels = batch
     with (
         layer.register_forward_pre_hook(
-            lambda module, given: found.update(inputs=given[0].detach())
+            lambda module, given: tensors.update(inputs=given[0].detach())
         ),
         layer.register_full_backward_pre_hook(
-            lambda module, given: found.update(gradients=given[0].detach())
+            lambda module, given: tensors.update(gradients=given[0].detach())
         ),
     ):
         loss(model(inputs), labels).backward()
     model.zero_grad()
-    return found
+    return tensors

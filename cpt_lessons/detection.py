@@ -36,8 +36,8 @@ def overlap(a: Box, b: Box) -> float:
     return box_iou(torch.tensor([a]), torch.tensor([b])).item()
 
 
-def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
-    """Draw an object beside each of some anchors, on 64 x 64 pixels, what they share filled."""
+def overlaps(object_box: Box, anchors: Sequence[Box]) -> Figure:
+    """Draw an object with each anchor, their intersection filled, on 64 x 64 pixels."""
     alt = f"an object's box and {len(anchors)} anchors that cover it less and less"
     with subplots(1, len(anchors), alt, figsize=(2.1 * len(anchors), 2.5)) as (
         figure,
@@ -45,12 +45,12 @@ def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
     ):
         for ax, anchor in zip(axes[0], anchors, strict=True):
             shared = [
-                *map(max, there[:2], anchor[:2]),
-                *map(min, there[2:], anchor[2:]),
+                *map(max, object_box[:2], anchor[:2]),
+                *map(min, object_box[2:], anchor[2:]),
             ]
             for (x1, y1, x2, y2), group, filled in (
                 (shared, "medium", True),
-                (there, "small", False),
+                (object_box, "small", False),
                 (anchor, "large", False),
             ):
                 style: dict[str, Any] = (
@@ -70,7 +70,7 @@ def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
                     )
                 )
             ax.set(xlim=(0, 64), ylim=(64, 0), xticks=[], yticks=[], aspect="equal")
-            ax.set_title(f"overlap {overlap(there, anchor):.2f}", fontsize=10)
+            ax.set_title(f"overlap {overlap(object_box, anchor):.2f}", fontsize=10)
         legend_below(figure, axes[0][0])
         figure.suptitle(
             "Anchors that overlap an object by 0.5 or more must find it", fontsize=10
@@ -83,13 +83,13 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
 
     ``hits``: whether each detection found one of so many objects, the surest first.
     """
-    found = np.cumsum(hits)
-    precisions, recalls = found / np.arange(1, len(hits) + 1), found / objects
+    num_hits = np.cumsum(hits)
+    precisions, recalls = num_hits / np.arange(1, len(hits) + 1), num_hits / objects
     best = np.maximum.accumulate(precisions[::-1])[::-1]
     average = float(best[np.asarray(hits)].sum()) / objects
     alt = f"precision over recall of {len(hits)} detections of {objects} objects, and the area under its steps"
     with subplots(1, 1, alt, figsize=(5.6, 3.2)) as (figure, ((ax,),)):
-        said = "after 1, 2, ... detections"
+        label = "after 1, 2, ... detections"
         ax.plot(
             recalls,
             precisions,
@@ -97,7 +97,7 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
             color=COLORS["static"],
             linewidth=1,
             markersize=5,
-            label=said,
+            label=label,
         )
         ax.fill_between(
             [0, *recalls],

@@ -29,7 +29,7 @@ def slopes() -> Figure:
         return np.rint((x + 1) / s) * s - 1
 
     x, v = np.linspace(-1, 1, 2001), 0.95 * np.linspace(wide - 1, 1 - wide, 2001)
-    here = (
+    center = (
         s * (0.8 + np.floor((1 - s) / s)) - 1
     )  # inside a stair, near the middle of the range
     with subplots(1, 2, alt, figsize=(8, 3.3)) as (figure, ((left, right),)):
@@ -42,7 +42,7 @@ def slopes() -> Figure:
             (narrow, "static", "D-", 1),
         ):
             ends, look = (
-                np.array([here - h, here + h]),
+                np.array([center - h, center + h]),
                 {"color": COLORS[color], "linewidth": width},
             )
             left.plot(

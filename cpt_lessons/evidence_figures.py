@@ -87,21 +87,21 @@ def show_range_tests() -> None:
         cells = []
         for bits in (2, 3, 4):
             column = [row[test["bits"].index(bits)] for row in test["shares"]]
-            spread = (
+            deviation = (
                 f" +- {np.std(column, ddof=1):.2f}"
                 if None not in column and len(column) > 1
                 else ""
             )
             cells.append(
-                "diverged" if None in column else f"{np.mean(column):.2f}{spread}"
+                "diverged" if None in column else f"{np.mean(column):.2f}{deviation}"
             )
         doubt = "?" if test["warning"] else " "
         seeds = len(test["shares"])
-        found = f"{test['q_min']}{doubt} ({seeds} seed{'s' * (seeds > 1)})"
+        q_min_text = f"{test['q_min']}{doubt} ({seeds} seed{'s' * (seeds > 1)})"
         print(
             f"{name:<29}"
             + "".join(f"{c:>14}" for c in cells)
-            + f"   {found:<14}{test['recipe_q_min']:<6}"
+            + f"   {q_min_text:<14}{test['recipe_q_min']:<6}"
             + ", ".join(c for c in test["paper_q_min"] if c.isdigit())
         )
 
@@ -121,36 +121,40 @@ def show_costs(q_min: int, q_max: int, total_steps: int = 64_000) -> None:
         for arm, s in arms.items()
     }
     lines = [
-        (arm, *(f"{c:.3f}" for c in of))
-        for arm, of in sorted(costs.items(), key=lambda line: line[1])
+        (arm, *(f"{c:.3f}" for c in arm_costs))
+        for arm, arm_costs in sorted(costs.items(), key=lambda line: line[1])
     ]
     print(terminal(pd.DataFrame(lines, columns=["arm", *prices])))
 
 
 def show_equal_cost() -> None:
-    """Print what three ways to spend the BitOps of RR did beside it, on three tasks."""
+    """Print how three alternatives of RR's cost compare with it, on three tasks."""
     files = {"digits": "digits", "facebook": "facebook", "characters": "pydoc"}
     ways = {
         "the same, delayed": " delayed ",
         "8 bits, stopped early": "static 8,",
         "fewer bits": "static [2-7]",
     }
-    found = {
+    comparisons = {
         name: equal_cost(committed(f"equal_cost_{file}"))
         for name, file in files.items()
     }
     bases = list(
-        dict.fromkeys(base for lines in found.values() for base in lines["base"])
+        dict.fromkeys(base for lines in comparisons.values() for base in lines["base"])
     )
     table = []
-    for name, lines in found.items():
+    for name, lines in comparisons.items():
         for way, pattern in ways.items():
             arms = lines[(lines.arm != lines.base) & lines.arm.str.contains(pattern)]
-            said = {
-                base: [_beside(r) for r in arms[arms.base == base].itertuples()]
+            words_by_base = {
+                base: [
+                    _comparison_text(r) for r in arms[arms.base == base].itertuples()
+                ]
                 for base in bases
             }
-            table.append((name, way, *("; ".join(said[base]) or "–" for base in bases)))
+            table.append(
+                (name, way, *("; ".join(words_by_base[base]) or "–" for base in bases))
+            )
     print(
         terminal(
             pd.DataFrame(
@@ -161,8 +165,12 @@ def show_equal_cost() -> None:
     )
 
 
-def _beside(line: Any) -> str:
-    word = "better" if line.low > 0 else "worse" if line.high < 0 else "not told apart"
+def _comparison_text(line: Any) -> str:
+    word = "inconclusive"
+    if line.low > 0:
+        word = "better"
+    elif line.high < 0:
+        word = "worse"
     return (
         f"{line.arm.partition(',')[0]} {word}"
         if line.arm.startswith("static")
@@ -173,7 +181,7 @@ def _beside(line: Any) -> str:
 def bisection(
     powers: Sequence[float],
     costs: Sequence[float],
-    tried: Sequence[float],
+    tried_powers: Sequence[float],
     budget: float,
 ) -> Figure:
     """Draw the cost of a bent profile over its power, the budget, and the powers that a bisection tried, in order."""
@@ -192,9 +200,18 @@ def bisection(
             linewidth=1,
             label=f"budget {budget:g}",
         )
-        at = np.interp(np.log(tried), np.log(powers), costs)
-        ax.plot(tried, at, "o", color=COLORS["small"], markersize=5, label="tried")
-        for i, (x, y) in enumerate(zip(tried[:4], at[:4], strict=True), 1):
+        tried_costs = np.interp(np.log(tried_powers), np.log(powers), costs)
+        ax.plot(
+            tried_powers,
+            tried_costs,
+            "o",
+            color=COLORS["small"],
+            markersize=5,
+            label="tried",
+        )
+        for i, (x, y) in enumerate(
+            zip(tried_powers[:4], tried_costs[:4], strict=True), 1
+        ):
             ax.annotate(
                 str(i),
                 (x, y),

@@ -24,28 +24,28 @@ from cpt_lessons.answer_parsing import (
     Exercise,
     Refused,
     like,
-    of_the_suite,
     schedule,
     share,
+    suite_schedule,
     words,
 )
 from cpt_lessons.demonstrations import held_out, tiny_problem
 
 
 def _costs(bits: Any, low: float, high: float) -> bool:
-    if not low <= (found := relative_cost(bits, 8)) <= high:
-        raise Refused(f"it costs {found:.3f} of static 8")
+    if not low <= (cost := relative_cost(bits, 8)) <= high:
+        raise Refused(f"it costs {cost:.3f} of static 8")
     return True
 
 
-def _rival(answer: Any) -> bool:
+def _static_baseline(answer: Any) -> bool:
     s = schedule(answer, 64_000)
     if s.q_min != s.q_max:
         raise Refused(f"it goes from {s.q_min} to {s.q_max} bits: it is not static")
     return _costs(s.bits(), 0.5, _CR.relative_cost())
 
 
-def _own_curve(answer: Any) -> bool:
+def _rising_curve(answer: Any) -> bool:
     bits = schedule(answer, 1000).bits()
     if bits[-1] != 8:
         raise Refused(f"it ends at {bits[-1]} bits")
@@ -57,7 +57,7 @@ def _own_curve(answer: Any) -> bool:
 def library_layer(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """What the library makes of a linear layer, with gradients of 8 bits."""
+    """Return the output of the library's linear layer, with gradients of 8 bits."""
     outputs, inputs = weight.shape
     model = quantize_(torch.nn.Sequential(torch.nn.Linear(inputs, outputs)))
     with precision(model, bits, q_grad=8):
@@ -68,37 +68,39 @@ def library_layer(
 
 def _gradients(layer: Any) -> list[torch.Tensor]:
     """Return the gradients of input, weight and bias at 3 bits, under 400 draws of the noise, shape (400, ...)."""
-    y = layer(*OPERANDS, 3)
+    y = layer(*LAYER_OPERANDS, 3)
     arriving = torch.linspace(0.0, 9.0, y.numel()).sin().view(y.shape)
-    drawn = [
-        torch.autograd.grad(y, OPERANDS, arriving, True, allow_unused=True)
+    samples = [
+        torch.autograd.grad(y, LAYER_OPERANDS, arriving, True, allow_unused=True)
         for _ in range(400)
     ]
-    if any(found is None for found in drawn[0]):
-        said = "its values are right, but no gradient goes from them to all of its operands"
-        raise Refused(said, "quantize alone loses the gradient, rounded keeps it")
-    return [torch.stack(found) for found in zip(*drawn, strict=True)]
+    if any(gradient is None for gradient in samples[0]):
+        fault = "its values are right, but no gradient goes from them to all of its operands"
+        raise Refused(fault, "quantize alone loses the gradient, rounded keeps it")
+    return [torch.stack(gradient) for gradient in zip(*samples, strict=True)]
 
 
-def _own_layer(answer: Any) -> bool:
-    like(library_layer, (*OPERANDS, 2), (*OPERANDS, 5), slips=_LAYER_SLIPS)(answer)
+def _quantized_layer(answer: Any) -> bool:
+    like(library_layer, (*LAYER_OPERANDS, 2), (*LAYER_OPERANDS, 5), slips=_LAYER_SLIPS)(
+        answer
+    )
     names = ("input", "weight", "bias")
-    for name, given, wanted in zip(
+    for name, gradients, expected in zip(
         names, _gradients(answer), _gradients(library_layer), strict=True
     ):
-        noise, usual = given.std(0), wanted.std(0)
-        said = f"its values are right; the gradient of the {name}"
+        noise, usual = gradients.std(0), expected.std(0)
+        fault = f"its values are right; the gradient of the {name}"
         if not noise.any():
             hook = "y.register_hook(...) with quantize(gradient, 8, noise=torch.rand_like(gradient) - 0.5)"
-            raise Refused(f"{said} is the same in every backward pass", hook)
+            raise Refused(f"{fault} is the same in every backward pass", hook)
         if (
-            (given - wanted).mean(0).abs() > 0.4 * (noise + usual) + 1e-5
+            (gradients - expected).mean(0).abs() > 0.4 * (noise + usual) + 1e-5
         ).any():  # eight standard errors
             slope = "rounded(...) has the slope 1, and the hook rounds the gradient, no more"
-            raise Refused(f"{said} is another one, also in the mean", slope)
+            raise Refused(f"{fault} is another one, also in the mean", slope)
         if not 0.5 < noise.mean() / usual.mean() < 2:
             bits = "gradients have 8 bits, however many the operands have"
-            raise Refused(f"{said} has not the noise of 8 bits", bits)
+            raise Refused(f"{fault} has not the noise of 8 bits", bits)
     return True
 
 
@@ -163,7 +165,7 @@ _SLIPS = {
 
 
 def _between_ends(function: Any, v: torch.Tensor) -> torch.Tensor:
-    """What 3 bits make of values between two that stay, so that the grid stays."""
+    """Return values rounded to 3 bits on the fixed range from -1 to 1."""
     end = torch.ones(1)
     return function(torch.cat([-end, v, end]), 3)[1:-1]
 
@@ -181,18 +183,20 @@ def _gradient(function: Any, v: torch.Tensor, arriving: torch.Tensor) -> torch.T
     return passed
 
 
-def _by_the_library(node: Any) -> bool:
-    """Whether a gradient goes through a quantiser of the library."""
+def _uses_library_quantizer(node: Any) -> bool:
+    """Return whether a gradient passes through a quantiser of the library."""
     if node is None:
         return False
-    own = "fakequantize" in node.name().replace("_", "").lower()
-    return own or any(_by_the_library(further) for further, _ in node.next_functions)
+    is_quantizer = "fakequantize" in node.name().replace("_", "").lower()
+    return is_quantizer or any(
+        _uses_library_quantizer(next_node) for next_node, _ in node.next_functions
+    )
 
 
 def _straight_through(function: Any) -> bool:
-    like(quantize, (_FEW, 2), (-_SPREAD, 3))(function)
-    if _by_the_library(
-        getattr(function(_SPREAD.clone().requires_grad_(), 2), "grad_fn", None)
+    like(quantize, (_FEW, 2), (-_SQUARES, 3))(function)
+    if _uses_library_quantizer(
+        getattr(function(_SQUARES.clone().requires_grad_(), 2), "grad_fn", None)
     ):
         raise Refused(
             "its gradient is that of cpt.quantize: detach x before, and write the gradient yourself"
@@ -207,8 +211,8 @@ def _straight_through(function: Any) -> bool:
             f"its values are right; its gradient is {slope[0]:g} where a wide difference is {wide[0]:.2f}"
         )
     arriving = v + 1
-    passed, wanted = (_gradient(f, v, arriving) for f in (function, quantize))
-    if not torch.allclose(passed, wanted):
+    passed, expected = (_gradient(f, v, arriving) for f in (function, quantize))
+    if not torch.allclose(passed, expected):
         raise Refused(
             f"its values are right; of a gradient of {arriving[0]:g} that arrives it passes on {passed[0]:g}"
         )
@@ -218,15 +222,15 @@ def _straight_through(function: Any) -> bool:
 def _ladder(answer: Any) -> bool:
     if not isinstance(answer, FormatLadder):
         raise Refused("it is no FormatLadder")
-    wanted = FormatLadder({4: "mxfp4", 6: "affine6", 8: "affine8"})
-    if answer.levels != wanted.levels:
+    expected = FormatLadder({4: "mxfp4", 6: "affine6", 8: "affine8"})
+    if answer.levels != expected.levels:
         raise Refused(f"its levels are {', '.join(map(str, answer.levels))}")
-    return answer == wanted
+    return answer == expected
 
 
 def _paired(a: dict[int, float], b: dict[int, float]) -> float:
-    both = a.keys() & b.keys()
-    return sum(a[seed] - b[seed] for seed in both) / len(both)
+    common_seeds = a.keys() & b.keys()
+    return sum(a[seed] - b[seed] for seed in common_seeds) / len(common_seeds)
 
 
 def _average_precision(hits: list[bool], objects: int) -> float:
@@ -257,12 +261,12 @@ def _half_above_8(answer: Any) -> bool:
 
 
 _MESSAGES = torch.tensor([[0.1, 0.9, -0.4], [3.0, -2.0, 0.7], [0.0, 0.5, 5.0]])
-_SPREAD = torch.arange(-10.0, 23.0).square() / 100
-_MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
+_SQUARES = torch.arange(-10.0, 23.0).square() / 100
+_MATRIX = _SQUARES[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
 _FEW = torch.tensor([0.3, 1.0, 1.9, 3.5])
 _EQUAL = torch.full((3,), 0.7)
 _ONE_ROW_EQUAL = torch.stack([_EQUAL, torch.tensor([0.0, 0.4, 1.0])])
-OPERANDS = [
+LAYER_OPERANDS = [
     v.clone().requires_grad_()
     for v in (_MATRIX[:, :6], _MATRIX[:3, 2:], _MATRIX[3, :3])
 ]  # x, weight, bias
@@ -282,11 +286,11 @@ _ETH = make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
 EXERCISES = {
     "00.1": Exercise(
-        lambda answer: _costs(of_the_suite(answer).bits(), 0, 0.5),
+        lambda answer: _costs(suite_schedule(answer).bits(), 0, 0.5),
         "cpt.make_schedule, with a name of large savings",
     ),
     "00.2": Exercise(
-        _rival,
+        _static_baseline,
         "section 1 has the cost of a step, to be divided by that of a step at 8 bits, 192",
     ),
     "00.3": Exercise(
@@ -294,11 +298,11 @@ EXERCISES = {
         "from 0 to 1, to three digits: the mean of schedule.bits() == 8",
     ),
     "00.4": Exercise(
-        _own_layer,
+        _quantized_layer,
         "rounded(...) of all three, with dim=1 for the weight; multiply; y.register_hook(...); return y",
     ),
     "01.1": Exercise(
-        _own_curve, "3 + 5 * u costs 0.628; a power of u stays low for longer"
+        _rising_curve, "3 + 5 * u costs 0.628; a power of u stays low for longer"
     ),
     "01.2": Exercise(
         like(
@@ -318,8 +322,8 @@ EXERCISES = {
         like(
             quantize,
             (_FEW, 2),
-            (_SPREAD, 5),
-            (-_SPREAD, 3),
+            (_SQUARES, 5),
+            (-_SQUARES, 3),
             (_MATRIX, 4),
             (_EQUAL, 2),
             slips=_SLIPS,
@@ -415,7 +419,7 @@ EXERCISES = {
     "12.2": Exercise(
         like(
             lambda x, q: quantize(x, format=f"symmetric{q}"),
-            *[(_SPREAD, 3), (-_SPREAD, 4), (_MATRIX, 5)],
+            *[(_SQUARES, 3), (-_SQUARES, 4), (_MATRIX, 5)],
             slips={
                 "n is 2^(q - 1) - 1": lambda x, q: quantize(
                     x, format=f"symmetric{q + 1}"

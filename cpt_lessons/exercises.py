@@ -1,4 +1,4 @@
-"""What only the notebooks need: predictions, self-checking exercises, bands for live numbers."""
+"""Predictions, self-checking exercises, and bands for live numbers in the notebooks."""
 
 import json
 import warnings
@@ -20,7 +20,7 @@ EXERCISES: dict[str, Exercise] = {
     **paper_exercise_checks.EXERCISES,
 }
 
-OPTIONS = ("a", "b", "c")  # of every prediction
+PREDICTION_OPTIONS = ("a", "b", "c")  # of every prediction
 
 _predictions: dict[str, str] = {}
 
@@ -31,17 +31,18 @@ def predict(question: str, choice: Any) -> None:
     _predictions.pop(question, None)
     if letter == "":
         print(f"{question}: no prediction yet - put a letter between the quotes")
-    elif letter in OPTIONS:
+    elif letter in PREDICTION_OPTIONS:
         _predictions[question] = letter
         print(f"{question}: noted {letter!r}")
     else:
+        options = ", ".join(PREDICTION_OPTIONS)
         print(
-            f"{question}: {short(choice)} is none of {', '.join(OPTIONS)} - put one of them between the quotes"
+            f"{question}: {short(choice)} is none of {options} - put one of them between the quotes"
         )
 
 
 def reveal(question: str) -> None:
-    """Tell the answer of ``PREDICTIONS`` to those who have chosen, and nobody else."""
+    """Print the answer of a question, if its prediction was made before."""
     if question not in PREDICTIONS:
         print(
             f"there is no question {short(question)}; those of the notebooks are {', '.join(PREDICTIONS)}"
@@ -75,18 +76,18 @@ def _verdict(exercise: Exercise, attempt: Any) -> str:
     hint = exercise.hint
     if attempt is ...:
         return "not attempted yet"
-    why = ""
+    reason = ""
     try:
-        if found := exercise.right(attempt):
-            return "correct" + (f". {found}" if isinstance(found, str) else "")
+        if praise := exercise.right(attempt):
+            return "correct" + (f". {praise}" if isinstance(praise, str) else "")
     except Unanswered:
         return "not attempted yet"
     except Refused as refused:
         refusal, *better = refused.args
-        why, hint = f": {refusal}", better[0] if better else hint
+        reason, hint = f": {refusal}", better[0] if better else hint
     except Exception as error:
-        why = f" ({type(error).__name__}: {error})"
-    return f"not yet{why}" + ("\n  " if "\n" in why else ". ") + f"Hint: {hint}"
+        reason = f" ({type(error).__name__}: {error})"
+    return f"not yet{reason}" + ("\n  " if "\n" in reason else ". ") + f"Hint: {hint}"
 
 
 def in_band(name: str, value: float) -> None:
@@ -109,6 +110,7 @@ def compare(
 ) -> None:
     """Print paired differences, a value per seed, with their interval, and in words what may be said of them."""
     values = list(differences)
+<<<<<<< HEAD
     few = (
         f"fewer than {MIN_SEEDS} seeds say nothing"
         if len(values) < MIN_SEEDS
@@ -122,16 +124,28 @@ def compare(
         if low > 0
         else "below 0"
     )
+=======
+    mean, low, high = interval(values)
+    if len(values) < LEAST_SEEDS:
+        verdict = f"fewer than {LEAST_SEEDS} seeds say nothing"
+    elif low > 0:
+        verdict = "above 0"
+    elif high < 0:
+        verdict = "below 0"
+    else:
+        verdict = "cannot be told from 0"
+
+>>>>>>> 17469425 (notebooks: Name the course's functions after what they hold)
     mean, low, high = (
         round(x, 9) + 0.0 for x in (mean, low, high)
     )  # a mean of 0 has one sign on every machine
-    shown = f"{interval_text(mean, low, high, digits)} {unit}".rstrip()
-    print(f"{what}: {shown}, n = {len(values)}: {said}")
+    mean_text = f"{interval_text(mean, low, high, digits)} {unit}".rstrip()
+    print(f"{what}: {mean_text}, n = {len(values)}: {verdict}")
 
 
 @contextmanager
 def warnings_as_text(scale: str) -> Iterator[None]:
-    """Print warnings of a block as plain lines, not to stderr; those of smoke runs, which show nothing, are not."""
+    """Print the warnings of a block as plain lines; omit them at smoke scale."""
     with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     for line in dict.fromkeys(

@@ -20,7 +20,7 @@ from cpt_lab.analysis.statistics import ALPHA
 
 STEPS, BATCH, LEARN = 400, 32, 1000  # of notebook 00
 SEEDS = (3, 5, 10, 20, 40)
-MOST_BITS, MOST_CYCLES = 12, 16
+MAX_BITS, MAX_CYCLES = 12, 16
 LESSON = "notebooks/00_start_here.html"  # beside the page of the course
 LINK_SCHEMES = ("", "http", "https", "file")  # of addresses that lead to a page
 SCRIPTS = {
@@ -35,8 +35,8 @@ def constants() -> dict[str, Any]:
         "suite": {name: asdict(entry) for name, entry in SUITE.items()},
         "rate": Exponential().rate,
         "d": Rex().d,
-        "maxBits": MOST_BITS,
-        "maxCycles": MOST_CYCLES,
+        "maxBits": MAX_BITS,
+        "maxCycles": MAX_CYCLES,
         "steps": STEPS,
         "batch": BATCH,
         "learn": LEARN,
@@ -54,7 +54,7 @@ def digits() -> dict[str, str]:
 
 
 def write_explorer(out: Path, home: str = "") -> Path:
-    """Write the page, complete in itself but for links to ``home`` and the lesson beside it; return its path.
+    """Write the self-contained page, with links to ``home``; return its path.
 
     Raises:
         ValueError: for a ``home`` that is no page, such as a script.

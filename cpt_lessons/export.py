@@ -43,7 +43,7 @@ class _Renderer(IPythonRenderer):
         return convert(f"\\begin{{{name}}}{body}\\end{{{name}}}", display="block")
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
-        """Link to the page beside this one, of a notebook or the glossary; files of the checkout are named alone."""
+        """Link to the page of a notebook or the glossary; write other files as plain text."""
         if url.startswith(("../", "solutions/")):
             return text
         return super().link(
@@ -69,12 +69,12 @@ def notebook_page(
     Cells with the tag "remove-cell" are left out.
     """
     book = _described(without_widgets(nbformat.from_dict(book)))
-    shown = [
+    visible_cells = [
         cell
         for cell in book.cells
         if "remove-cell" not in cell.metadata.get("tags", [])
     ]
-    book.cells = [nbformat.from_dict(cell) for cell in with_answers(shown)]
+    book.cells = [nbformat.from_dict(cell) for cell in with_answers(visible_cells)]
     if note:
         book.cells.insert(
             0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}")
@@ -86,7 +86,7 @@ def notebook_page(
 
 
 def glossary_page(text: str) -> str:
-    """Return the glossary as a page that lies beside those of the notebooks; its anchors are those of their links."""
+    """Return the glossary as an HTML page that the pages of notebooks link to."""
     page = notebook_page(
         nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]),
         "glossary",
@@ -114,7 +114,7 @@ def _described(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def without_widgets(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Remove sliders and bars, which need a kernel; a static figure beside them is an output of its own."""
+    """Remove widgets, which need a kernel, from a notebook."""
     view = "application/vnd.jupyter.widget-view+json"
     for cell in book.cells:
         if "outputs" in cell:

@@ -21,10 +21,11 @@ def star(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> Figure:
     """Draw undirected edges, the node of most neighbours in the middle, with features and degrees (self-loops too)."""
     degrees = [1 + sum(node in edge for edge in edges) for node in range(len(features))]
     middle = int(np.argmax(degrees))
-    others = [node for node in range(len(features)) if node != middle]
-    angles = np.pi / 2 + 2 * np.pi * np.arange(len(others)) / len(others)
+    outer_nodes = [node for node in range(len(features)) if node != middle]
+    angles = np.pi / 2 + 2 * np.pi * np.arange(len(outer_nodes)) / len(outer_nodes)
     places = {middle: (0.0, 0.0)} | {
-        n: (1.7 * np.cos(a), np.sin(a)) for n, a in zip(others, angles, strict=True)
+        n: (1.7 * np.cos(a), np.sin(a))
+        for n, a in zip(outer_nodes, angles, strict=True)
     }
     alt = f"{len(edges)} edges between {len(features)} nodes, of features {', '.join(f'{x:g}' for x in features)}"
     with subplots(1, 1, alt, figsize=(7, 3)) as (figure, ((ax,),)):

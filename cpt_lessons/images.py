@@ -11,7 +11,7 @@ from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, subplots
 
 
 def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
-    """Draw the quality of two arms, a line per seed, and beside it their differences with mean and 95 % interval.
+    """Draw the quality of two arms by seed, and their differences with 95 % interval.
 
     ``a`` is an arm, or a savings group ("large", "medium", "small"), and so is ``b``, which is subtracted from it.
     """
@@ -62,8 +62,8 @@ def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
             xlim=(-0.4, 0.9), ylabel="points" if metric.factor == 100 else metric.label
         )
         right.set_title(f"{a} minus {b}", fontsize=10)
-        spread = max(side.max() - side.min() for side in sides)
-        seeds = f"{len(differences)} seeds differ by up to {spread:.0f} points"
+        deviation = max(side.max() - side.min() for side in sides)
+        seeds = f"{len(differences)} seeds differ by up to {deviation:.0f} points"
         figure.suptitle(
             f"{seeds}, {a} and {b} by {abs(mean):.1f} in the mean", fontsize=11
         )

@@ -27,7 +27,7 @@ START = 600
 LIMIT = {"smoke": 900}
 
 # RuntimeError is what nbclient raises for a kernel that died and jupyter_client for one that does not come up.
-LOST = (CellTimeoutError, RuntimeError)
+KERNEL_FAILURES = (CellTimeoutError, RuntimeError)
 
 
 class _Client(PapermillNotebookClient):
@@ -123,21 +123,21 @@ def execute(
     )
     try:
         return run()
-    except LOST as failure:
+    except KERNEL_FAILURES as failure:
         if place.stopped:  # the kernel was interrupted or killed on purpose
             raise
-        place.said.append(f"{reason(failure, place)}; it is tried once more")
+        place.messages.append(f"{reason(failure, place)}; it is tried once more")
         return run()
 
 
 def reason(failure: Exception, place: Place) -> str:
     """Return why a notebook failed, in one line."""
     if isinstance(failure, papermill.PapermillExecutionError):
-        said = f"{failure.ename}: {failure.evalue}"
+        message = f"{failure.ename}: {failure.evalue}"
     elif isinstance(failure, CellTimeoutError):
-        said = f"cell limit of {LIMIT['smoke']} s exceeded"
+        message = f"cell limit of {LIMIT['smoke']} s exceeded"
     else:
-        said = f"{type(failure).__name__}: {failure}"
-    return shorten(said.rstrip(".: "), 400) + (
+        message = f"{type(failure).__name__}: {failure}"
+    return shorten(message.rstrip(".: "), 400) + (
         f" (cell {place.cell})" if place.cell else ""
     )

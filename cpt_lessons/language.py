@@ -59,7 +59,7 @@ def lstm_step() -> Figure:
         "added to the gates. Sigmoids, tanh, cell and new state stay in float32."
     )
     with subplots(1, 1, alt, figsize=(8, 3.1)) as (figure, ((ax,),)):
-        drawn = {}
+        texts = {}
         for boxes, group in ((_ROUNDED, "large"), (_EXACT, "static")):
             edge = COLORS[group] if boxes is _ROUNDED else "#999999"
             for (x, y), words in boxes.items():
@@ -79,11 +79,11 @@ def lstm_step() -> Figure:
                     va="center",
                     bbox=box,
                 )
-                drawn[x, y] = text.get_bbox_patch()
+                texts[x, y] = text.get_bbox_patch()
         for start, stop in _ARROWS:
             ends = {
-                "patchA": drawn[start],
-                "patchB": drawn[stop],
+                "patchA": texts[start],
+                "patchB": texts[stop],
                 "shrinkA": 1,
                 "shrinkB": 1,
             }

@@ -17,7 +17,7 @@ from cpt_lab.analysis.style import (
 from cpt_lab.experiments.spec import RunSpec, savings_of
 from cpt_lab.sweeps.sweep import run_grid
 
-SECONDS = 1.0  # between two pictures
+REDRAW_SECONDS = 1.0  # between two pictures
 
 
 def watch(specs: Sequence[RunSpec], store: Path) -> None:
@@ -57,13 +57,13 @@ class Watched:
         self.losses: dict[
             str, dict[int, float]
         ] = {}  # of the steps so far, after a stop those since then
-        self.shown: DisplayHandle | None = None
+        self.display_handle: DisplayHandle | None = None
         self.drawn_at = float("-inf")
 
     def __call__(self, spec: RunSpec, step: int, loss: float) -> None:
         """Take the loss of a step, and draw where the last picture is a second old."""
         self.losses.setdefault(spec.key, {})[step] = loss
-        if time.monotonic() - self.drawn_at > SECONDS:
+        if time.monotonic() - self.drawn_at > REDRAW_SECONDS:
             self.draw()
 
     def draw(self) -> None:
@@ -74,17 +74,17 @@ class Watched:
             figure,
             ((bits,), (loss,)),
         ):
-            for key, found in self.losses.items():
+            for key, losses in self.losses.items():
                 spec = self.specs[key]
                 mean = (
-                    pd.Series(found)
+                    pd.Series(losses)
                     .rolling(max(1, self.steps // 20), min_periods=1)
                     .mean()
                 )
                 group = savings_of(spec.arm)
                 bits.plot(
-                    [*found],
-                    [spec.schedule(step) for step in found],
+                    [*losses],
+                    [spec.schedule(step) for step in losses],
                     color=COLORS[group],
                     linewidth=1,
                 )
@@ -95,12 +95,12 @@ class Watched:
             loss.set(ylabel="training loss", xlabel="step")
             ends.sort()
             low, high = loss.get_ylim()
-            at = low
+            label_height = low
             for value, arm, color in ends:  # beside the axes, in order of their losses
-                at = max(value, at + 0.045 * (high - low))
+                label_height = max(value, label_height + 0.045 * (high - low))
                 loss.text(
                     1.01,
-                    at,
+                    label_height,
                     arm,
                     color=color,
                     fontsize=SMALL_FONT_SIZE,
@@ -112,11 +112,11 @@ class Watched:
                 ends[0][1],
                 ends[-1][1],
             )
-            said = f"Step {step + 1} of {self.steps}: the training loss of {first} is lowest, of {last} highest"
-            figure.suptitle(self.warning + said, fontsize=10)
-        if self.shown is None:
-            self.shown = DisplayHandle()
-            figure.show_by(self.shown.display)
+            finding = f"Step {step + 1} of {self.steps}: the training loss of {first} is lowest, of {last} highest"
+            figure.suptitle(self.warning + finding, fontsize=10)
+        if self.display_handle is None:
+            self.display_handle = DisplayHandle()
+            figure.show_by(self.display_handle.display)
         else:
-            figure.show_by(self.shown.update)
+            figure.show_by(self.display_handle.update)
         self.drawn_at = time.monotonic()

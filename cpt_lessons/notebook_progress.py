@@ -1,4 +1,4 @@
-"""Where a reproduction is: a line on a terminal, plain lines elsewhere."""
+"""Progress of a reproduction: one updated line on a terminal, plain lines elsewhere."""
 
 import html
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 # Seconds between two plain lines where nobody watches a terminal.
-EVERY = 60.0
+PLAIN_LINE_SECONDS = 60.0
 
 
 @dataclass
@@ -24,13 +24,13 @@ class Place:
     """
 
     notebook: str
-    started: float | None = None  # None before and after the run
+    start_time: float | None = None  # None before and after the run
     cell: int = 0  # the number that the page shows beside it
     cells: int = 0  # number of code cells
     bars: dict[str, str] = field(default_factory=dict)  # by widget
     kernel: int | None = None  # its process
     stopped: bool = False
-    said: list[str] = field(default_factory=list)  # what is still to be shown
+    messages: list[str] = field(default_factory=list)  # what is still to be shown
 
     def enter(self, cell: int, cells: int) -> None:
         """Note that a cell starts, of so many code cells."""
@@ -69,11 +69,11 @@ class Place:
 
     def _activity(self) -> str:
         """Return what the notebook is doing: its progress bar in words, else the cell that runs."""
-        shown = " ".join(filter(None, list(self.bars.values())))
-        if runs := re.match(r"runs\b.*?(\d+)/(\d+)", shown):
+        bar_text = " ".join(filter(None, list(self.bars.values())))
+        if runs := re.match(r"runs\b.*?(\d+)/(\d+)", bar_text):
             return f"training, {runs[1]} of {runs[2]} runs done"
-        if shown:
-            return shown
+        if bar_text:
+            return bar_text
         return f"cell {self.cell} of {self.cells}" if self.cell else "starting"
 
 
@@ -91,25 +91,27 @@ class Progress:
         places: Sequence[Place],
         expected: Mapping[str, float],
         at_once: int,
-        shown: bool,
+        is_shown: bool,
     ) -> None:
         self.places = {place.notebook: place for place in places}
         self.expected, self.at_once = expected, at_once
         self.took: dict[str, float] = {}  # of what ran, not of what was up to date
         self.todo = set(self.places)
-        self.shown = shown
-        self.plain = shown and not sys.stderr.isatty()
-        self.said = time.monotonic()
+        self.is_shown = is_shown
+        self.plain = is_shown and not sys.stderr.isatty()
+        self.messages = time.monotonic()
         self.begun: set[str] = set()
         line = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}{postfix}"
         self.bar = tqdm(
             total=len(places),
             desc="notebooks",
-            disable=not shown or self.plain,
+            disable=not is_shown or self.plain,
             bar_format=line,
         )
 
-    def ended(self, name: str, status: str, seconds: float, error: str = "") -> None:
+    def record_end(
+        self, name: str, status: str, seconds: float, error: str = ""
+    ) -> None:
         """Note what became of a notebook."""
         self._say_what_is_new()
         self.todo.discard(name)
@@ -122,39 +124,39 @@ class Progress:
         )
 
     def seconds_left(self) -> float | None:
-        """Return the estimated time until the last notebook ends, at the speed of those that ended; None if unknown."""
-        known = [name for name in self.took if self.expected.get(name)]
+        """Return the estimated seconds until the last notebook ends, None if unknown."""
+        timed = [name for name in self.took if self.expected.get(name)]
         pace = (
-            sum(self.took[n] for n in known) / sum(self.expected[n] for n in known)
-            if known
+            sum(self.took[n] for n in timed) / sum(self.expected[n] for n in timed)
+            if timed
             else 1.0
         )
-        now, left = time.monotonic(), []
+        now, remaining = time.monotonic(), []
         for name in self.todo:
             if name not in self.expected:
                 return None
-            started = self.places[name].started
-            left.append(
+            start_time = self.places[name].start_time
+            remaining.append(
                 max(
                     0.0,
                     pace * self.expected[name]
-                    - (now - started if started is not None else 0.0),
+                    - (now - start_time if start_time is not None else 0.0),
                 )
             )
-        total = max(sum(left) / self.at_once, max(left, default=0.0))
+        total = max(sum(remaining) / self.at_once, max(remaining, default=0.0))
         return total or None  # what takes longer than expected has no known end
 
     def refresh(self) -> None:
-        """Draw the line anew, or write one when ``EVERY`` seconds have passed and when a notebook starts."""
+        """Redraw the line, or write a plain line after ``PLAIN_LINE_SECONDS``."""
         self._say_what_is_new()
         self.bar.set_postfix_str(self._where())
-        if time.monotonic() - self.said >= EVERY:
+        if time.monotonic() - self.messages >= PLAIN_LINE_SECONDS:
             self._say(self._where())
 
     def stopping(self) -> None:
         """Say at once that Ctrl-C was heard and what happens now."""
         line = "stopping: running trainings write their checkpoints; press Ctrl-C again to stop at once"
-        if self.shown:
+        if self.is_shown:
             self.bar.clear()
             sys.stderr.write(f"\n{line}\n")
             sys.stderr.flush()
@@ -163,25 +165,27 @@ class Progress:
         parts = [
             str(p)
             for p in self.places.values()
-            if p.started is not None and p.notebook in self.todo
+            if p.start_time is not None and p.notebook in self.todo
         ]
-        left = self.seconds_left()
+        seconds = self.seconds_left()
         # first, for a terminal cuts the line at its width
         return "; ".join(
-            [f"about {max(left / 60, 0.1):.1f} min left", *parts] if left else parts
+            [f"about {max(seconds / 60, 0.1):.1f} min left", *parts]
+            if seconds
+            else parts
         )
 
     def _say_what_is_new(self) -> None:
         for name, place in self.places.items():
-            if place.started is not None and name not in self.begun:
+            if place.start_time is not None and name not in self.begun:
                 self.begun.add(name)
                 self._say(f"{name} starts")
-            while place.said:
-                self._say(f"{name}: {place.said.pop(0)}", always=True)
+            while place.messages:
+                self._say(f"{name}: {place.messages.pop(0)}", always=True)
 
     def _say(self, text: str, always: bool = False) -> None:
-        """Write a line; on a terminal, whose line shows what goes on, only what is to be said there too."""
-        self.said = time.monotonic()
+        """Write a line; on a terminal only if ``always``."""
+        self.messages = time.monotonic()
         done = len(self.places) - len(self.todo)
         line = f"notebooks {done}/{len(self.places)}: {text}"
         if self.plain and text:

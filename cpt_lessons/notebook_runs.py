@@ -1,4 +1,6 @@
-"""What became of notebooks: a page per notebook, data set and parameters; a failure has a page beside the good one.
+"""Runs of notebooks and their pages: one page per notebook, data set and parameters.
+
+The page of a failed run is stored next to that of the last successful run.
 
 >>> notebook, given = Path("03_image_classification.ipynb"), {"dataset": "my pictures/", "seeds": [0, 1]}
 >>> NotebookRun(notebook, {}, {}, Path()).name, NotebookRun(notebook, given, given, Path()).name
@@ -26,7 +28,7 @@ DATA = ("dataset", "pairs", "graph")  # parameters that can name data of the use
 
 @dataclass(frozen=True)
 class NotebookOutcome:
-    """What became of one notebook."""
+    """Result of running one notebook."""
 
     notebook: str  # its name
     given: str  # the parameters that are not its own, in words
@@ -57,7 +59,7 @@ class NotebookRun:
 
     @property
     def name(self) -> str:
-        """Of the page: that of the notebook, and of the parameters that are not the notebook's own."""
+        """Name of the page: the notebook and its changed parameters."""
         if not self.given:
             return self.notebook.stem
         words = re.sub(
@@ -74,11 +76,11 @@ class NotebookRun:
 
     def key(self) -> str:
         """Return what tells all that the page depends on: notebook, parameters, own data, package, committed rows."""
-        shown = {**self.given, "scale": self.values.get("scale")}
-        own = [v for name, v in shown.items() if name in DATA and is_own(v)]
-        if own:
-            shown["fingerprints"] = [
-                fingerprint_paths(map(own_path, data.split(","))) for data in own
+        inputs = {**self.given, "scale": self.values.get("scale")}
+        own_data = [v for name, v in inputs.items() if name in DATA and is_own(v)]
+        if own_data:
+            inputs["fingerprints"] = [
+                fingerprint_paths(map(own_path, data.split(","))) for data in own_data
             ]
         committed = [
             *sorted(results_dir().glob("*.json*")),
@@ -87,12 +89,13 @@ class NotebookRun:
         sources = digest(
             [self.notebook, *sorted(ROOT.glob("cpt_*/**/*.py")), *committed]
         )
-        return f"{json.dumps(shown, sort_keys=True)} {sources}"
+        return f"{json.dumps(inputs, sort_keys=True)} {sources}"
 
     def up_to_date(self, key: str) -> bool:
-        """Whether there is a page of a run that went well and would show the same now."""
+        """Return whether the page of a successful run has this key."""
         return (
-            self.file("html").exists() and _known(self.file("json")).get("key") == key
+            self.file("html").exists()
+            and _read_json(self.file("json")).get("key") == key
         )
 
     def keep(self, page: str, book: str, **known: Any) -> None:
@@ -101,46 +104,46 @@ class NotebookRun:
         That is ``key`` and ``seconds`` of a run that went well: what failed before is forgotten. Or ``error`` of one
         that failed: it stands beside the last one that went well.
         """
-        beside = "failed." if "error" in known else ""
-        given = ", ".join(f"{name}={value}" for name, value in self.given.items())
-        write_text(self.file(f"{beside}ipynb"), book)
-        write_text(self.file(f"{beside}html"), page)
+        prefix = "failed." if "error" in known else ""
+        parameters = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        write_text(self.file(f"{prefix}ipynb"), book)
+        write_text(self.file(f"{prefix}html"), page)
         write_text(
-            self.file(f"{beside}json"),
-            json.dumps({"notebook": self.notebook.stem, "given": given, **known}),
+            self.file(f"{prefix}json"),
+            json.dumps({"notebook": self.notebook.stem, "given": parameters, **known}),
         )
-        if not beside:
+        if not prefix:
             self.forget_failure()
 
     def forget_failure(self) -> None:
-        """Remove the page of a failure, for the same has gone well since."""
+        """Remove the page of a failed run."""
         for ending in ("html", "ipynb", "json"):
             self.file(f"failed.{ending}").unlink(missing_ok=True)
 
     def outcome(self, status: str, seconds: float | None = None) -> NotebookOutcome:
-        """Return what became of it; the seconds are those of the good page where none are given."""
+        """Return the outcome; ``seconds`` defaults to those of the successful page."""
         return _outcome(self.folder, self.name, status, seconds)
 
 
 def earlier_outcomes(folder: Path, notebooks: list[str]) -> list[NotebookOutcome]:
-    """Return what earlier calls left in a folder of these notebooks."""
+    """Return the outcomes of these notebooks that earlier calls stored in a folder."""
     names = {
         path.name.removesuffix(".json").removesuffix(".failed")
         for path in folder.glob("*.json")
     }
-    found = [_outcome(folder, name, "earlier") for name in sorted(names)]
-    return [outcome for outcome in found if outcome.notebook in notebooks]
+    outcomes = [_outcome(folder, name, "earlier") for name in sorted(names)]
+    return [outcome for outcome in outcomes if outcome.notebook in notebooks]
 
 
 def _outcome(
     folder: Path, name: str, status: str, seconds: float | None = None
 ) -> NotebookOutcome:
     good, bad = (
-        _known(folder / f"{name}.{ending}") for ending in ("json", "failed.json")
+        _read_json(folder / f"{name}.{ending}") for ending in ("json", "failed.json")
     )
     page, failed = (folder / f"{name}.{ending}" for ending in ("html", "failed.html"))
     either = good or bad
-    asked, found = _asked_and_found(
+    question, findings = _question_and_findings(
         folder / f"{name}.{'' if good else 'failed.'}ipynb", either.get("given", "")
     )
     return NotebookOutcome(
@@ -151,37 +154,39 @@ def _outcome(
         page if good and page.exists() else None,
         bad.get("error", ""),
         failed if bad and failed.exists() else None,
-        asked,
-        found,
+        question,
+        findings,
     )
 
 
-def _asked_and_found(notebook: Path, given: str) -> tuple[str, str]:
-    cells = _known(notebook).get("cells", [])
+def _question_and_findings(notebook: Path, parameters: str) -> tuple[str, str]:
+    cells = _read_json(notebook).get("cells", [])
     text = plain(
         "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
     )
-    asked = re.search(r"Question(?: \(.*?\))?:? ([^?\n]+\?(?: [^.?\n]+\?)*)", text)
+    question = re.search(r"Question(?: \(.*?\))?:? ([^?\n]+\?(?: [^.?\n]+\?)*)", text)
     summary = re.search(r"^## Summary\n\n((?:.+\n?)+)", text, re.M)
-    of_others = any(
-        f"{name}=" in given for name in DATA
+    has_other_data = any(
+        f"{name}=" in parameters for name in DATA
     )  # what it sums up is of other data
-    found = (
+    findings = (
         ""
-        if of_others or not summary
+        if has_other_data or not summary
         else " ".join(re.sub("^- ", "", summary[1], flags=re.M).split())
     )
     # outputs that are checked are of kept rows
-    own = [
+    unchecked_cells = [
         c for c in cells if "nbval-check-output" not in c["metadata"].get("tags", ())
     ]
-    said = "".join(
-        "".join(o.get("text", "")) for c in own for o in c.get("outputs", [])
+    printed = "".join(
+        "".join(o.get("text", ""))
+        for c in unchecked_cells
+        for o in c.get("outputs", [])
     )
     lines = re.findall(
-        r"^(.+) minus (.+): (.+, n = \d+): (above|below|cannot|fewer)", said, re.M
+        r"^(.+) minus (.+): (.+, n = \d+): (above|below|cannot|fewer)", printed, re.M
     )
-    here = [
+    comparisons = [
         f"{a} minus {b}: {effect}"
         for a, b, effect, word in lines
         if word in ("above", "below")
@@ -190,18 +195,20 @@ def _asked_and_found(notebook: Path, given: str) -> tuple[str, str]:
         ("cannot", "not told apart"),
         ("fewer", "too few seeds to tell"),
     ):
-        if alike := ", ".join(
+        if pairs := ", ".join(
             f"{a} and {b}" for a, b, _, this in lines if this == word
         ):
-            here.append(f"{words}: {alike}")
-    found += f" In this run: {'; '.join(here)}." if here else ""
-    return asked[1][0].upper() + asked[1][1:] if asked else "", found.strip()
+            comparisons.append(f"{words}: {pairs}")
+    findings += f" In this run: {'; '.join(comparisons)}." if comparisons else ""
+    return question[1][0].upper() + question[1][
+        1:
+    ] if question else "", findings.strip()
 
 
-def _known(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     with suppress(
         FileNotFoundError, ValueError
     ):  # none yet, or of no use: then it runs again
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return known if isinstance(known, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
     return {}

@@ -41,7 +41,7 @@ from cpt_lessons.parameters import check_parameters, check_values
 from cpt_lessons.submissions import read_submissions
 
 # Measured on two cores, two side by side: (smoke, demo) seconds, for the estimates that are shown.
-SECONDS = {
+NOTEBOOK_SECONDS = {
     "00": (20, 68),
     "01": (12, 10),
     "02": (8, 9),
@@ -63,22 +63,22 @@ SECONDS = {
     "18": (30, 31),
 }
 
-STOP_SECONDS = 3.0  # for interrupted kernels to end by themselves
+KERNEL_STOP_SECONDS = 3.0  # for interrupted kernels to end by themselves
 REPEATED_SIGNAL_SECONDS = 0.5  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
 TRY_MINUTES = 5.0  # for data of the user's own, before the notebooks
 
 
 def notebooks(number: str | None = None) -> list[Path]:
-    """Return the notebooks, or the one whose name starts with ``number``; ValueError names what there is."""
-    found = sorted(notebooks_dir().glob("[0-9][0-9]_*.ipynb"))
+    """Return all notebooks, or the one with a number; ValueError if there is none."""
+    paths = sorted(notebooks_dir().glob("[0-9][0-9]_*.ipynb"))
     if number is None:
-        return found
-    chosen = [p for p in found if p.name.startswith(number)]
-    if not number or len(chosen) != 1:
+        return paths
+    matches = [p for p in paths if p.name.startswith(number)]
+    if not number or len(matches) != 1:
         raise ValueError(
-            f"no notebook {number!r}; {suggest_names(number, [p.name[:2] for p in found])}"
+            f"no notebook {number!r}; {suggest_names(number, [p.name[:2] for p in paths])}"
         )
-    return chosen
+    return matches
 
 
 def parameters_of(notebook: Path) -> dict[str, Any]:
@@ -87,13 +87,13 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
         "papermill", "notebooks"
     )  # to import it takes a second: only where it runs
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    given = "".join(
+    source = "".join(
         line
         for c in cells
         if "parameters" in c["metadata"].get("tags", ())
         for line in c["source"]
     )
-    lines: list[Any] = ast.parse(given).body
+    lines: list[Any] = ast.parse(source).body
     targets: list[Any] = [
         line.target if isinstance(line, ast.AnnAssign) else line.targets[0]
         for line in lines
@@ -164,7 +164,7 @@ def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
 
 
 def collected(folder: Path) -> pd.DataFrame:
-    """Return what the checks printed in handed-in notebooks: a line per student, who is the first name below a folder.
+    """Return the exercise results of handed-in notebooks, one row per student.
 
     Raises:
         FileNotFoundError: where there is no such folder.
@@ -183,74 +183,44 @@ def reproduce(
     scale: str = "demo",
     number: str | None = None,
     dataset: str | None = None,
-    given: dict[str, Any] | None = None,
+    parameters: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> tuple[list[NotebookOutcome], Path]:
-    """Run notebooks at a scale, ``AT_ONCE`` at a time, and write ``runs/reproduce/<scale>/index.html`` and its pages.
+    """Run notebooks at a scale, ``AT_ONCE`` at a time, and write their pages.
 
-    At demo scale data of your own are tried first (`cpt try`), once: the index begins with the answer.
+    The index is ``runs/reproduce/<scale>/index.html``. At demo scale, data of the user are tried
+    first (`cpt try`), once, and the index begins with the answer.
 
     Args:
-        number: such as "03"; None runs all.
-        dataset: for the notebooks of its task; the others keep their own data set, model and preset. Data of your own
-            needs ``number``, to say which notebook it is for.
-        given: more parameters, each of which at least one of the notebooks must have.
+        scale: of all runs, such as "demo".
+        number: of one notebook, such as "03"; None runs all.
+        dataset: for the notebooks of its task; the others keep their own data set, model and preset. Data of the user
+            need ``number``, to say which notebook it is for.
+        parameters: more parameters, each of which at least one of the notebooks must have.
         progress: show where the notebooks are and how long the rest takes.
 
     Raises:
         ValueError: for an unknown notebook, parameter or value, before anything starts.
     """
-    chosen = notebooks(number)
-    wanted = {
-        "scale": scale,
-        **({"dataset": dataset} if dataset else {}),
-        **(given or {}),
-    }
-    check_values(wanted)
-    accepted = {path: parameters_of(path) for path in chosen}
-    for name in wanted:
-        if not any(name in defaults for defaults in accepted.values()):
-            raise ValueError(f"no chosen notebook has a parameter {name!r}")
-    jobs = []
+    paths = notebooks(number)
+    requested = {"scale": scale, **(parameters or {})}
+    if dataset:
+        requested = {"scale": scale, "dataset": dataset, **(parameters or {})}
     folder = runs_dir() / "reproduce" / scale
-    tasks = {
-        path: task_of_dataset(of["dataset"]) if "dataset" in of else None
-        for path, of in accepted.items()
-    }
-    data_task = task_of_dataset(wanted["dataset"]) if "dataset" in wanted else None
-    if (
-        "dataset" in wanted
-        and data_task is None
-        and len({t for t in tasks.values() if t}) > 1
-    ):
-        raise ValueError(
-            f"say which notebook {wanted['dataset']!r} is for, such as --notebook 03"
-        )
-    for path, defaults in accepted.items():
-        values = {name: value for name, value in wanted.items() if name in defaults}
-        if number is None and data_task and tasks[path] not in (None, data_task):
-            values = {
-                name: value
-                for name, value in values.items()
-                if name not in ("dataset", "model", "preset")
-            }
-        check_parameters(tasks[path] or "image", **{**defaults, **values})
-        # how many run at a time changes nothing of what a page shows
-        given = {
-            k: v
-            for k, v in values.items()
-            if k not in ("scale", "workers") and v != defaults[k]
-        }
-        jobs.append(NotebookRun(path, values, given, folder))
-    own = wanted.get("dataset", "")
-    if (
-        is_own(own)
+    jobs = _notebook_runs(paths, requested, number is None, folder)
+
+    user_data = requested.get("dataset", "")
+    is_untried = (
+        is_own(user_data)
         and scale == "demo"
-        and not precision_search_report.answer_sections(own, scale)
-    ):
-        typer.echo(f"first cpt try {own}, {TRY_MINUTES:.0f} minutes at most")
-        try_(own, scale=scale, minutes=TRY_MINUTES)
+        and not precision_search_report.answer_sections(user_data, scale)
+    )
+    if is_untried:
+        typer.echo(f"first cpt try {user_data}, {TRY_MINUTES:.0f} minutes at most")
+        try_(user_data, scale=scale, minutes=TRY_MINUTES)
+
     folder.mkdir(parents=True, exist_ok=True)
+<<<<<<< HEAD
     outcomes = sorted(
         _run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name
     )
@@ -267,23 +237,105 @@ def reproduce(
         index.exists() and index.read_text(encoding="utf-8") == key
     ):  # of a page that would say the same
         return outcomes, folder / "index.html"
+=======
+    outcomes = _run_all(jobs, expected(scale, paths), progress)
+    outcomes.sort(key=lambda outcome: outcome.name)
+    return outcomes, _write_index(folder, scale, user_data, outcomes)
+
+
+def _notebook_runs(
+    paths: Sequence[Path], requested: dict[str, Any], is_all: bool, folder: Path
+) -> list[NotebookRun]:
+    """Return the runs of notebooks with the requested parameters that they have.
+
+    Args:
+        paths: of the notebooks.
+        requested: parameter -> value.
+        is_all: whether all notebooks are run; then those of another task keep their own data.
+        folder: of the pages.
+
+    Raises:
+        ValueError: for a parameter or value that no notebook takes.
+    """
+    check_values(requested)
+    defaults_by_path = {path: parameters_of(path) for path in paths}
+    for name in requested:
+        if not any(name in defaults for defaults in defaults_by_path.values()):
+            raise ValueError(f"no chosen notebook has a parameter {name!r}")
+
+    tasks = _tasks_by_notebook(defaults_by_path)
+    data_task = None
+    if "dataset" in requested:
+        data_task = task_of_dataset(requested["dataset"])
+        num_tasks = len({task for task in tasks.values() if task})
+        if data_task is None and num_tasks > 1:
+            raise ValueError(
+                f"say which notebook {requested['dataset']!r} is for, such as --notebook 03"
+            )
+
+    jobs = []
+    for path, defaults in defaults_by_path.items():
+        values = {name: v for name, v in requested.items() if name in defaults}
+        if is_all and data_task and tasks[path] not in (None, data_task):
+            for name in ("dataset", "model", "preset"):
+                values.pop(name, None)
+        check_parameters(tasks[path] or "image", **{**defaults, **values})
+
+        changed = {}
+        for name, value in values.items():
+            # The number of processes changes nothing of what a page shows.
+            if name not in ("scale", "workers") and value != defaults[name]:
+                changed[name] = value
+        jobs.append(NotebookRun(path, values, changed, folder))
+    return jobs
+
+
+def _tasks_by_notebook(
+    defaults_by_path: dict[Path, dict[str, Any]],
+) -> dict[Path, str | None]:
+    """Return the task of every notebook's data set, None for those without one."""
+    tasks: dict[Path, str | None] = {}
+    for path, defaults in defaults_by_path.items():
+        tasks[path] = None
+        if "dataset" in defaults:
+            tasks[path] = task_of_dataset(defaults["dataset"])
+    return tasks
+
+
+def _write_index(
+    folder: Path, scale: str, user_data: str, outcomes: Sequence[NotebookOutcome]
+) -> Path:
+    """Write the index of a reproduction, unless it shows the same already."""
+    rows = (runs_dir() / scale).glob("*.jsonl")
+    answers = runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER}")
+    inputs = sorted([*folder.glob("*.json"), *rows, *answers])
+    key_file, key = folder / "index.key", f"{user_data} {digest(inputs)}"
+    index = folder / "index.html"
+    if key_file.exists() and key_file.read_text(encoding="utf-8") == key:
+        return index
+
+>>>>>>> 17469425 (notebooks: Name the course's functions after what they hold)
     from cpt_lessons import export
 
     glossary = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
     write_text(folder / "glossary.html", export.glossary_page(glossary))
-    former = {
-        o.name: o for o in earlier_outcomes(folder, [path.stem for path in notebooks()])
-    }
-    shown = former | {o.name: o for o in outcomes}
-    pages = [{**vars(o), "name": name} for name, o in sorted(shown.items())]
-    own_data = precision_search_report.answer_sections(own, scale) if own else []
-    page = report.write(folder, scale, pages, [] if own_data else _kept(), own_data)
-    write_text(index, key)
-    return outcomes, page
+
+    names = [path.stem for path in notebooks()]
+    outcome_by_name = {o.name: o for o in earlier_outcomes(folder, names)}
+    outcome_by_name |= {o.name: o for o in outcomes}
+    pages = [{**vars(o), "name": name} for name, o in sorted(outcome_by_name.items())]
+
+    answer: list[Section] = []
+    if user_data:
+        answer = precision_search_report.answer_sections(user_data, scale)
+    evidence = [] if answer else _committed_evidence()
+    page = report.write(folder, scale, pages, evidence, answer)
+    write_text(key_file, key)
+    return page
 
 
-def _kept() -> list[Section]:
-    """What the kept results answer, in a figure."""
+def _committed_evidence() -> list[Section]:
+    """Return the section with the answer of the committed results."""
     from cpt_lessons.evidence_figures import static_or_cycle
 
     figure = static_or_cycle()
@@ -291,31 +343,34 @@ def _kept() -> list[Section]:
 
 
 def _run_all(
-    jobs: list[NotebookRun], seconds: dict[str, float], shown: bool
+    jobs: list[NotebookRun], seconds: dict[str, float], is_shown: bool
 ) -> list[NotebookOutcome]:
     """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other."""
     places = [Place(job.notebook.stem) for job in jobs]
-    progress = Progress(places, seconds, AT_ONCE, shown)
+    progress = Progress(places, seconds, AT_ONCE, is_shown)
     outcomes = []
     keys = [
         job.key() for job in jobs
     ]  # before anything runs: data that changes meanwhile is seen the next time
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        waiting = {
-            pool.submit(_run, *each) for each in zip(jobs, keys, places, strict=True)
+        pending = {
+            pool.submit(_run, *arguments)
+            for arguments in zip(jobs, keys, places, strict=True)
         }
         try:
-            while waiting:
-                ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
-                for outcome in (future.result() for future in ended):
+            while pending:
+                finished, pending = wait(
+                    pending, timeout=1.0, return_when=FIRST_COMPLETED
+                )
+                for outcome in (future.result() for future in finished):
                     outcomes.append(outcome)
-                    progress.ended(
+                    progress.record_end(
                         outcome.notebook, outcome.status, outcome.seconds, outcome.error
                     )
                 progress.refresh()
         except KeyboardInterrupt:
             progress.stopping()
-            _stop(waiting, places)
+            _stop(pending, places)
             raise
         finally:
             progress.bar.close()
@@ -327,24 +382,24 @@ def _stop(futures: Iterable[Future[NotebookOutcome]], places: Sequence[Place]) -
     running = {future for future in futures if not future.cancel()}
     for place in places:
         place.stop()
-    asked = time.monotonic()
-    while running and time.monotonic() - asked < STOP_SECONDS:
+    stop_time = time.monotonic()
+    while running and time.monotonic() - stop_time < KERNEL_STOP_SECONDS:
         try:
             _, running = wait(running, timeout=0.2)
         except KeyboardInterrupt:
-            if time.monotonic() - asked > REPEATED_SIGNAL_SECONDS:
+            if time.monotonic() - stop_time > REPEATED_SIGNAL_SECONDS:
                 break
     for place in places:
         place.kill()
 
 
-def expected(scale: str, chosen: Sequence[Path]) -> dict[str, float]:
+def expected(scale: str, paths: Sequence[Path]) -> dict[str, float]:
     """Return the seconds that notebooks take on two cores, by name; empty for a scale that was not measured."""
     column = {"smoke": 0, "demo": 1}.get(scale)
     return (
         {}
         if column is None
-        else {p.stem: SECONDS.get(p.name[:2], (10, 60))[column] for p in chosen}
+        else {p.stem: NOTEBOOK_SECONDS.get(p.name[:2], (10, 60))[column] for p in paths}
     )
 
 
@@ -362,7 +417,7 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
 
     from cpt_lessons import export, jupyter_kernel
 
-    started = place.started = time.monotonic()
+    start_time = place.start_time = time.monotonic()
     copy, error = job.file("running.ipynb"), ""
     try:
         try:
@@ -373,7 +428,7 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
             if place.stopped:  # that is no failure
                 raise
             error = jupyter_kernel.reason(failure, place)
-        seconds = round(time.monotonic() - started, 1)
+        seconds = round(time.monotonic() - start_time, 1)
         book = nbformat.read(copy if copy.exists() else job.notebook, as_version=4)
     finally:
         copy.unlink(missing_ok=True)

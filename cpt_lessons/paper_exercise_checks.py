@@ -40,7 +40,7 @@ def _decay_steps(deficit: int, normal: int) -> list[float]:
 
 
 def _cheapest(trainings: list[tuple[float, float]], margin: float) -> float:
-    """Return the lowest cost whose accuracy is within a margin of that of the training at full cost."""
+    """Return the lowest cost with an accuracy within a margin of full cost."""
     full = max(trainings)[1]
     return min(cost for cost, accuracy in trainings if accuracy >= full - margin)
 

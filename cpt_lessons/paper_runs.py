@@ -44,7 +44,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lessons.exercises import warnings_as_text
 from cpt_lessons.parameters import Parameters
 
-_OF_FIGURES = (
+_FIGURE_PARAMETERS = (
     "schedules",
     "static_bits",
     "q_max",
@@ -56,8 +56,8 @@ _OF_FIGURES = (
     "seeds",
     "preset",
 )
-_OF_STATIC = ("q_max", "q_grad", "steps", "learning_rate", "seeds", "preset")
-_OF_DEFICITS = (
+_STATIC_PARAMETERS = ("q_max", "q_grad", "steps", "learning_rate", "seeds", "preset")
+_DEFICIT_PARAMETERS = (
     "deficit_bits",
     "deficit_lengths",
     "deficit_starts",
@@ -105,13 +105,13 @@ def figure_5(P: Parameters) -> list[RunSpec]:
 
     Paper: section 4.3.
     """
-    chosen = _chosen(P, "static_bits", "aggregations")
-    kinds = chosen.get("aggregations", ["fp", "quantized"])
-    if chosen.get("static_bits") == [] or len(set(kinds)) == 1:
+    parameters = _set_parameters(P, "static_bits", "aggregations")
+    kinds = parameters.get("aggregations", ["fp", "quantized"])
+    if parameters.get("static_bits") == [] or len(set(kinds)) == 1:
         return []
     with warnings_as_text(P.scale):
         return designs.aggregation(
-            P.scale, P.dataset, _model(P), **_chosen(P, *_OF_STATIC)
+            P.scale, P.dataset, _model(P), **_set_parameters(P, *_STATIC_PARAMETERS)
         )
 
 
@@ -121,7 +121,9 @@ def figure_6(P: Parameters) -> list[RunSpec]:
     Paper: section 4.3.
     """
     specs = []
-    for kind in _chosen(P, "aggregations").get("aggregations", ("fp", "quantized")):
+    for kind in _set_parameters(P, "aggregations").get(
+        "aggregations", ("fp", "quantized")
+    ):
         specs += _figure(P, "graph", P.dataset, _model(P), aggregation=kind)
     return specs
 
@@ -139,7 +141,7 @@ def figure_7(P: Parameters) -> list[RunSpec]:
     pairs = vars(P).get("pairs", "")
     if P.dataset and pairs:
         for name in ("learning_rate", "steps"):
-            if name in _chosen(P, name):
+            if name in _set_parameters(P, name):
                 raise ValueError(
                     f"{name}: expected None for a text and sentence pairs together, which need different values; "
                     f"got {vars(P)[name]!r}; pairs='' or dataset='' leaves one of them out"
@@ -164,7 +166,11 @@ def section_5(P: Parameters) -> list[RunSpec]:
     Paper: section 5.
     """
     return designs.deficit_scan(
-        P.scale, P.dataset, _model(P), task=P.task, **_chosen(P, *_OF_DEFICITS)
+        P.scale,
+        P.dataset,
+        _model(P),
+        task=P.task,
+        **_set_parameters(P, *_DEFICIT_PARAMETERS),
     )
 
 
@@ -186,7 +192,7 @@ def _figure(
         usual_bits: static precisions that are trained beside q_max without ``static_bits``; None takes the usual ones.
         fields: of the recipe.
     """
-    choices = _chosen(P, *_OF_FIGURES)
+    choices = _set_parameters(P, *_FIGURE_PARAMETERS)
     if usual_bits is not None and "static_bits" not in choices:
         tops = choices.get("q_max", (8,))
         choices["static_bits"] = sorted(
@@ -202,6 +208,6 @@ def _model(P: Parameters) -> str | None:
     return vars(P).get("model") or None
 
 
-def _chosen(P: Parameters, *names: str) -> dict[str, Any]:
-    """Return the parameters that have a value; the others take the recipe's."""
+def _set_parameters(P: Parameters, *names: str) -> dict[str, Any]:
+    """Return the parameters that are not None."""
     return {name: vars(P)[name] for name in names if vars(P).get(name) is not None}

@@ -54,7 +54,7 @@ def _is_budget(value: Any) -> bool:
     )
 
 
-PARAMETERS: dict[str, Parameter] = {
+NOTEBOOK_PARAMETERS: dict[str, Parameter] = {
     **experiment_parameters.PARAMETERS,
     "dataset": data_parameter(
         experiment_parameters.DATASETS,
@@ -80,11 +80,11 @@ ONE_SCHEDULE = {
     "q_min": whole_parameter(1, 32),
     "q_max": whole_parameter(1, 32),
     "n_cycles": whole_parameter(1, 1000),
-    "total_steps": PARAMETERS["total_steps"],
+    "total_steps": NOTEBOOK_PARAMETERS["total_steps"],
 }
 
 # A notebook with these takes data of every task: section 5 of the paper is about images and graphs.
-OF_DEFICITS = ("deficit_lengths", "deficit_starts")
+DEFICIT_PARAMETERS = ("deficit_lengths", "deficit_starts")
 
 
 class Parameters(SimpleNamespace):
@@ -187,23 +187,25 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
         raise ValueError(
             "dataset must name a data set or files of your own; '' is for sentence pairs alone"
         )
-    if dataset and any(name in given for name in OF_DEFICITS):
+    if dataset and any(name in given for name in DEFICIT_PARAMETERS):
         task = task_of_dataset(dataset) or task_for_data(dataset)
     scale, preset = given.setdefault("scale", "smoke"), given.get("preset", "ours")
-    wanted = [(dataset, given.get("model") or None, task)] if dataset else []
-    wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
-    wanted += [(given["graph"], None, "graph")] if given.get("graph") else []
-    for name, model, own_task in wanted:
-        found = recipe(scale, name, model, preset, own_task)
-        if found.task != own_task:
+    requested_data = [(dataset, given.get("model") or None, task)] if dataset else []
+    requested_data += (
+        [(given["pairs"], None, "entailment")] if given.get("pairs") else []
+    )
+    requested_data += [(given["graph"], None, "graph")] if given.get("graph") else []
+    for name, model, own_task in requested_data:
+        data_recipe = recipe(scale, name, model, preset, own_task)
+        if data_recipe.task != own_task:
             raise ValueError(
-                f"{name!r} is for another notebook: its task is {found.task!r}, not {own_task!r}"
+                f"{name!r} is for another notebook: its task is {data_recipe.task!r}, not {own_task!r}"
             )
-        check_data(found)
+        check_data(data_recipe)
         if is_own(name):
             from cpt_lab.tasks.base import read_all_data  # here, as it imports torch
 
-            read_all_data(found)
+            read_all_data(data_recipe)
     if "device" in given:
         from cpt_lab.training.device import check_device  # here, as it imports torch
 
@@ -225,17 +227,17 @@ def parse(assignments: Sequence[str]) -> dict[str, Any]:
     >>> parse(["dataset=my pictures/ seeds=[0, 1]"])
     {'dataset': 'my pictures/', 'seeds': [0, 1]}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for assignment in (
         part for text in assignments for part in re.split(r"\s+(?=\w+=)", text.strip())
     ):
         name, sign, text = assignment.partition("=")
         if not sign:
             raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
-        if name in found:
+        if name in values:
             raise ValueError(f"parameter {name!r} is given twice")
-        found[name] = read_list(text) if text.startswith("[") else literal(text)
-    return found
+        values[name] = read_list(text) if text.startswith("[") else literal(text)
+    return values
 
 
 def _injected() -> list[str]:
@@ -268,5 +270,5 @@ def check_values(
         elif single is not None and one_schedule is None and single.accepts(value):
             values[name] = value
         else:
-            values[name] = checked(name, value, PARAMETERS)
+            values[name] = checked(name, value, NOTEBOOK_PARAMETERS)
     return values

@@ -71,11 +71,11 @@ def with_answers(cells: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
                 r'reveal\(\s*"([^"]+)"', "".join(cell["source"])
             ):
                 answer, because = PREDICTIONS[question]
-                said = f"<details><summary>Answer</summary>({answer}) {html.escape(because, quote=False)}</details>"
+                details = f"<details><summary>Answer</summary>({answer}) {html.escape(because, quote=False)}</details>"
                 name = re.sub(r"\W+", "-", f"answer {question}")
                 yield {
                     "cell_type": "markdown",
                     "id": name,
                     "metadata": {},
-                    "source": said,
+                    "source": details,
                 }

@@ -25,7 +25,7 @@ BANDS = {
 }
 
 # task of the runs -> section of the paper whose claims they speak of; deficits have a section of their own
-TOPICS = {
+PAPER_SECTIONS = {
     "image": "images",
     "detection": "detection",
     "graph": "graphs",
@@ -45,8 +45,8 @@ def print_runs(runs: pd.DataFrame) -> None:
         plural(runs.seed.nunique(), "seed"),
     ]
     diverged = int(runs.diverged.sum())
-    ended = f"{diverged} diverged" if diverged else "none diverged"
-    print(f"{', '.join(counts)}, {ended}: {runs.seconds.sum():.0f} s of training")
+    divergence = f"{diverged} diverged" if diverged else "none diverged"
+    print(f"{', '.join(counts)}, {divergence}: {runs.seconds.sum():.0f} s of training")
 
 
 def with_title(figure: Figure, finding: str) -> Figure:
@@ -79,19 +79,23 @@ def show_figures(runs: pd.DataFrame) -> None:
     for part in experiments("figure_8", deficits):
         display(critical_periods.figure_8(part))
         display(NotebookTable(critical_periods.summary(part)))
-    others = runs[runs["kind"] != "deficit"]
+    other_runs = runs[runs["kind"] != "deficit"]
     task = str(runs["task"].iloc[0])
-    for part in experiments(f"figure_7/{task}", others):
+    for part in experiments(f"figure_7/{task}", other_runs):
         display(quality_cost.figure_3(part))
         beside_static(at_q_max(part, None))
-    for part in experiments("figure_5", others):
+    for part in experiments("figure_5", other_runs):
         display(figure_5(part, int(part["q_max"].iloc[0])))
 
 
 def show_claims(runs: pd.DataFrame) -> None:
     """Display the claims of the paper on which these runs say something."""
     task = str(runs["task"].iloc[0])
-    topic = "critical-periods" if (runs["kind"] == "deficit").all() else TOPICS[task]
+    topic = (
+        "critical-periods"
+        if (runs["kind"] == "deficit").all()
+        else PAPER_SECTIONS[task]
+    )
     table = reproduction.claims_table(topic, runs)
     table = table[table["verdict"] != "not run"]
     if len(table):

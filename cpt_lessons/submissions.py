@@ -27,7 +27,7 @@ IGNORED_FOLDERS = (
 
 @dataclass
 class Submissions:
-    """What was found below a folder.
+    """Notebooks of students below a folder.
 
     Attributes:
         table: a line per student, a column per exercise.
@@ -80,8 +80,8 @@ def read_submissions(folder: Path) -> Submissions:
     return Submissions(_table(students), list(map(printable, unreadable)), without)
 
 
-def answers_in(path: Path, known: dict[str, str]) -> dict[str, str]:
-    """Return exercise -> what its check printed in a notebook, or "not run" where nothing else is ``known``.
+def answers_in(path: Path, earlier_answers: dict[str, str]) -> dict[str, str]:
+    """Return exercise -> what its check printed in a notebook, or "not run" where nothing else is ``earlier_answers``.
 
     Raises:
         ValueError: for what is no notebook; the message names the file and the reason.
@@ -93,12 +93,14 @@ def answers_in(path: Path, known: dict[str, str]) -> dict[str, str]:
         except RecursionError:
             raise ValueError("its parts are nested too deep for a notebook") from None
         sources, printed = zip(*cells, strict=True) if cells else ((), ())
-    asked = re.findall(r'exercises\.check\("([\d.]+)"', "\n".join(sources))
-    answers = {exercise: NOT_RUN for exercise in asked if exercise not in known}
-    said = re.findall(
+    exercises = re.findall(r'exercises\.check\("([\d.]+)"', "\n".join(sources))
+    answers = {
+        exercise: NOT_RUN for exercise in exercises if exercise not in earlier_answers
+    }
+    results = re.findall(
         r"^exercise ([\d.]+): (correct|not yet|not attempted)", "\n".join(printed), re.M
     )
-    return {**answers, **dict(said)}
+    return {**answers, **dict(results)}
 
 
 def printable(name: object) -> str:
@@ -111,7 +113,7 @@ def printable(name: object) -> str:
 def _search(folder: Path) -> tuple[list[Path], list[str]]:
     """Return the notebooks below a folder in order, and sentences of what cannot be opened."""
     failures: list[OSError] = []
-    found: list[Path] = []
+    notebooks: list[Path] = []
     unreadable: list[str] = []
     for place, folders, files in os.walk(folder, onerror=failures.append):
         folders[:] = [name for name in folders if name not in IGNORED_FOLDERS]
@@ -119,13 +121,13 @@ def _search(folder: Path) -> tuple[list[Path], list[str]]:
             None, (_unfollowed(Path(place, name), folder) for name in folders)
         )
         names = [name for name in (*folders, *files) if name.lower().endswith(SUFFIX)]
-        found += [
+        notebooks += [
             Path(place, name) for name in names if not name.startswith("._")
         ]  # macOS's notes about a file
     unreadable += [
         f"{failure.filename} cannot be read: {failure.strerror}" for failure in failures
     ]
-    return sorted(found), unreadable
+    return sorted(notebooks), unreadable
 
 
 def _unfollowed(path: Path, root: Path) -> str | None:
@@ -171,7 +173,7 @@ def _cells(book: Any) -> list[tuple[str, str]]:
         raise ValueError(
             "it is no notebook, which has a list of cells; save it with JupyterLab"
         )
-    found = []
+    cells = []
     for number, cell in enumerate(book["cells"], start=1):
         if not isinstance(cell, dict) or "source" not in cell:
             raise ValueError(f"cell {number} has no source")
@@ -184,17 +186,17 @@ def _cells(book: Any) -> list[tuple[str, str]]:
             _text(output.get("text", ""), f"an output of cell {number}")
             for output in outputs
         ]
-        found.append(
+        cells.append(
             (_text(cell["source"], f"the source of cell {number}"), "".join(printed))
         )
-    return found
+    return cells
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, place: str) -> str:
     """Return a text, which a notebook may hold as a list of lines."""
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
-        raise ValueError(f"{what} is no text")
+        raise ValueError(f"{place} is no text")
     return "".join(lines)
 
 

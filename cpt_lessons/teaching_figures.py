@@ -40,10 +40,12 @@ def by_cost(
             name: 100 * float(np.asarray(values).mean())
             for name, values in accuracies.items()
         }
-        one, *static = sorted(means, key=lambda name: (name.startswith("static"), name))
-        near = min(static, key=lambda name: abs(costs[name] - costs[one]))
+        trained_arm, *static = sorted(
+            means, key=lambda name: (name.startswith("static"), name)
+        )
+        near = min(static, key=lambda name: abs(costs[name] - costs[trained_arm]))
         figure.suptitle(
-            f"{one}: {means[one] - means[near]:+.1f} points beside {near}, which costs nearly the same"
+            f"{trained_arm}: {means[trained_arm] - means[near]:+.1f} points beside {near}, which costs nearly the same"
         )
     return figure
 
@@ -68,8 +70,8 @@ def number_lines() -> Figure:
                 markersize=11,
                 markeredgewidth=0.9,
             )
-        said = [f"{name}, {len(Format.of(name).values())} values" for name in names]
-        ax.set_yticks([-line for line in range(len(names))], said)
+        labels = [f"{name}, {len(Format.of(name).values())} values" for name in names]
+        ax.set_yticks([-line for line in range(len(names))], labels)
         ax.set(
             xlim=(-1.03, 1.03),
             ylim=(0.6 - len(names), 0.6),

@@ -16,7 +16,7 @@ from cpt_lab.data.loading import one_thread
 from cpt_lessons import exercises
 from cpt_lessons.answer_parsing import paste_repr
 from cpt_lessons.demonstrations import held_out, tiny_problem
-from cpt_lessons.exercise_checks import OPERANDS, library_layer, trained
+from cpt_lessons.exercise_checks import LAYER_OPERANDS, library_layer, trained
 from cpt_lessons.exercises import EXERCISES
 from cpt_lessons.predictions import PREDICTIONS, with_answers
 
@@ -464,7 +464,7 @@ def test_the_solution_of_notebook_00_is_the_layer_of_the_library_to_the_last_bit
     exec((FOLDER / "solutions" / "00_solutions.py").read_text(), solved)
     for bits in (1, 2, 4, 8):
         ours, theirs = (
-            f(*OPERANDS, bits) for f in (solved["my_linear"], library_layer)
+            f(*LAYER_OPERANDS, bits) for f in (solved["my_linear"], library_layer)
         )
         assert torch.equal(ours, theirs)
 

@@ -33,7 +33,7 @@ SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static_bits=[8
 def test_every_arm_has_a_line_and_the_title_says_where_they_are(
     start, pictures, monkeypatch
 ):
-    monkeypatch.setattr(live_figures, "SECONDS", 0.0)
+    monkeypatch.setattr(live_figures, "REDRAW_SECONDS", 0.0)
     titles, show = [], AltTextFigure.show_by
 
     def noted(figure, by):
@@ -60,7 +60,7 @@ def test_every_arm_has_a_line_and_the_title_says_where_they_are(
 def test_runs_that_are_watched_end_as_they_would_alone(
     pictures, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(live_figures, "SECONDS", 1e9)
+    monkeypatch.setattr(live_figures, "REDRAW_SECONDS", 1e9)
     stores = [tmp_path / "watched.jsonl", tmp_path / "alone.jsonl"]
     live_figures.watch(SPECS, stores[0])
     assert [how for how, _ in pictures] == [

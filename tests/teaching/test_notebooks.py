@@ -81,7 +81,7 @@ def quick(monkeypatch):
 def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it_is(
     place, monkeypatch, capsys
 ):
-    monkeypatch.setattr(notebook_progress, "EVERY", 0.0)
+    monkeypatch.setattr(notebook_progress, "PLAIN_LINE_SECONDS", 0.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     listens = "from ipykernel.connect import get_connection_info\nprint(get_connection_info())"
     listens += "\nimport os\nprint('threads', os.environ['OMP_NUM_THREADS'])"
@@ -92,7 +92,7 @@ def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it
         listens,
         f"import time\nfrom tqdm.auto import tqdm\n{bar}",
     )
-    outcomes, index = reproduce.reproduce("demo", given={"seeds": [3]})
+    outcomes, index = reproduce.reproduce("demo", parameters={"seeds": [3]})
     assert [(o.name, o.status) for o in outcomes] == [("07_small (seeds=[3])", "done")]
     page = outcomes[0].page.read_text()
     assert "scale is demo [3]" in page
@@ -106,10 +106,12 @@ def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it
     assert any(" min left" in line for line in said)
     assert said[0] == "notebooks 0/1: 07_small starts"
     assert said[-1].startswith("notebooks 1/1: 07_small done, ")
-    again, _ = reproduce.reproduce("demo", given={"seeds": [3]}, progress=False)
+    again, _ = reproduce.reproduce("demo", parameters={"seeds": [3]}, progress=False)
     assert [o.status for o in again] == ["up to date"]
     place("07_small.ipynb", "raise RuntimeError('<broken> here')")
-    changed, index = reproduce.reproduce("demo", given={"seeds": [3]}, progress=False)
+    changed, index = reproduce.reproduce(
+        "demo", parameters={"seeds": [3]}, progress=False
+    )
     assert [(o.status, o.page) for o in changed] == [("failed", outcomes[0].page)]
     assert index.name == "index.html"
     assert "RuntimeError: &lt;broken&gt; here (cell 3)" in index.read_text()
@@ -153,9 +155,11 @@ def test_a_failed_run_keeps_the_good_page_and_shows_its_own_beside_it(
 def test_other_parameters_have_a_page_of_their_own(place, quick):
     place("07_picky.ipynb", "assert seeds != [13]\nprint('seeds are', seeds)")
     (good,), _ = reproduce.reproduce("demo", progress=False)
-    (bad,), _ = reproduce.reproduce("demo", given={"seeds": [13]}, progress=False)
-    (other,), _ = reproduce.reproduce("demo", given={"seeds": [4]}, progress=False)
-    (again,), index = reproduce.reproduce("demo", given={"seeds": None}, progress=False)
+    (bad,), _ = reproduce.reproduce("demo", parameters={"seeds": [13]}, progress=False)
+    (other,), _ = reproduce.reproduce("demo", parameters={"seeds": [4]}, progress=False)
+    (again,), index = reproduce.reproduce(
+        "demo", parameters={"seeds": None}, progress=False
+    )
     assert [o.status for o in (good, bad, other, again)] == [
         "done",
         "failed",
@@ -292,16 +296,16 @@ def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
     monkeypatch.setattr(notebook_progress.time, "monotonic", lambda: clock)
     first, second = Place("01_a"), Place("02_b")
     progress = Progress(
-        [first, second], {"01_a": 10.0, "02_b": 100.0}, at_once=2, shown=False
+        [first, second], {"01_a": 10.0, "02_b": 100.0}, at_once=2, is_shown=False
     )
     assert progress.seconds_left() == 100.0
-    second.started = clock
-    progress.ended("01_a", "done", 20.0)  # twice as long as expected
+    second.start_time = clock
+    progress.record_end("01_a", "done", 20.0)  # twice as long as expected
     clock += 50.0
     assert progress.seconds_left() == 150.0
     clock += 500.0
     assert progress.seconds_left() is None  # nobody knows
-    assert Progress([Place("03_c")], {}, 2, shown=False).seconds_left() is None
+    assert Progress([Place("03_c")], {}, 2, is_shown=False).seconds_left() is None
 
 
 def test_place_names_notebook_and_activity():
@@ -582,7 +586,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     reproduce.reproduce(
         "demo",
         dataset="cifar10",
-        given={"model": "resnet20", "seeds": [1]},
+        parameters={"model": "resnet20", "seeds": [1]},
         progress=False,
     )
     assert asked["03"] == {
