@@ -110,24 +110,9 @@ def compare(
 ) -> None:
     """Print paired differences, a value per seed, with their interval, and in words what may be said of them."""
     values = list(differences)
-<<<<<<< HEAD
-    few = (
-        f"fewer than {MIN_SEEDS} seeds say nothing"
-        if len(values) < MIN_SEEDS
-        else "cannot be told from 0"
-    )
     mean, low, high = interval(values)
-    said = (
-        few
-        if len(values) < MIN_SEEDS or low <= 0 <= high
-        else "above 0"
-        if low > 0
-        else "below 0"
-    )
-=======
-    mean, low, high = interval(values)
-    if len(values) < LEAST_SEEDS:
-        verdict = f"fewer than {LEAST_SEEDS} seeds say nothing"
+    if len(values) < MIN_SEEDS:
+        verdict = f"fewer than {MIN_SEEDS} seeds say nothing"
     elif low > 0:
         verdict = "above 0"
     elif high < 0:
@@ -135,7 +120,6 @@ def compare(
     else:
         verdict = "cannot be told from 0"
 
->>>>>>> 17469425 (notebooks: Name the course's functions after what they hold)
     mean, low, high = (
         round(x, 9) + 0.0 for x in (mean, low, high)
     )  # a mean of 0 has one sign on every machine

@@ -220,24 +220,6 @@ def reproduce(
         try_(user_data, scale=scale, minutes=TRY_MINUTES)
 
     folder.mkdir(parents=True, exist_ok=True)
-<<<<<<< HEAD
-    outcomes = sorted(
-        _run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name
-    )
-    # what tells all that the index shows: what is known of pages, the rows of the scale, `cpt try`'s answer
-    rows, answers = (
-        (runs_dir() / scale).glob("*.jsonl"),
-        runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER_FILE}"),
-    )
-    index, key = (
-        folder / "index.key",
-        f"{own} {digest(sorted([*folder.glob('*.json'), *rows, *answers]))}",
-    )
-    if (
-        index.exists() and index.read_text(encoding="utf-8") == key
-    ):  # of a page that would say the same
-        return outcomes, folder / "index.html"
-=======
     outcomes = _run_all(jobs, expected(scale, paths), progress)
     outcomes.sort(key=lambda outcome: outcome.name)
     return outcomes, _write_index(folder, scale, user_data, outcomes)
@@ -307,14 +289,13 @@ def _write_index(
 ) -> Path:
     """Write the index of a reproduction, unless it shows the same already."""
     rows = (runs_dir() / scale).glob("*.jsonl")
-    answers = runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER}")
+    answers = runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER_FILE}")
     inputs = sorted([*folder.glob("*.json"), *rows, *answers])
     key_file, key = folder / "index.key", f"{user_data} {digest(inputs)}"
     index = folder / "index.html"
     if key_file.exists() and key_file.read_text(encoding="utf-8") == key:
         return index
 
->>>>>>> 17469425 (notebooks: Name the course's functions after what they hold)
     from cpt_lessons import export
 
     glossary = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
