@@ -1,10 +1,10 @@
-"""Which backend of the quantised operator is active, and why.
+"""Backend of the rounding operators: plain torch, C++ or Triton, chosen when the first layer needs it.
 
 >>> backend().cpu in ("cpp", "reference")
 True
 
-``CPT_KERNELS=reference`` (or ``cpp``, ``triton``) forces one; what is forced and not there is an error. Which library
-multiplies float32 matrices on a CPU is said in ``gemm_backend.py``.
+``CPT_KERNELS=reference`` (or ``cpp``, ``triton``) forces a backend; it is an error if that is not available. The
+library of float32 matmuls on a CPU is chosen in ``gemm_backend.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,60 +29,79 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs the quantised operator; ``print`` it."""
+    """The active backends; ``print`` it.
 
-    cpu: str  # "cpp" or "reference", for tensors on the CPU
-    cuda: str  # "triton" or "reference", for those on a GPU
-    why: dict[str, str]  # the reason of either, and of ``products``
-    products: str = "torch"  # or "onednn", the library of float32 products on the CPU
+    Attributes:
+        cpu: "cpp" or "reference", for tensors on the CPU.
+        cuda: "triton" or "reference", for tensors on a GPU.
+        reasons: reason for each choice, by the names of the other attributes.
+        products: "torch" or "onednn", the library of float32 matmuls on the CPU.
+    """
+
+    cpu: str
+    cuda: str
+    reasons: dict[str, str]
+    products: str = "torch"
+
+    @property
+    def why(self) -> dict[str, str]:
+        """Former name of ``reasons``."""
+        warnings.warn(
+            "Backend.why is now Backend.reasons", DeprecationWarning, stacklevel=2
+        )
+        return self.reasons
 
     def __str__(self) -> str:
-        """Return a line for each."""
-        parts = {"on a CPU": "cpu", "on CUDA": "cuda", "products on a CPU": "products"}
-        return "\n".join(
-            f"{name}: {getattr(self, part)} ({self.why[part]})"
-            for name, part in parts.items()
+        """Return a line for each backend, with its reason."""
+        lines = (
+            f"on a CPU: {self.cpu} ({self.reasons['cpu']})",
+            f"on CUDA: {self.cuda} ({self.reasons['cuda']})",
+            f"products on a CPU: {self.products} ({self.reasons['products']})",
         )
+        return "\n".join(lines)
 
 
 def backend() -> Backend:
-    """Return the active backend; builds or loads the kernels if no quantised layer has done so yet.
+    """Return the active backend; build or load the kernels if no quantised layer has done so yet.
 
     Raises:
         ValueError: for an unknown name in ``CPT_KERNELS`` or ``CPT_PRODUCTS``.
-        RuntimeError: when one of them names what is not there.
+        RuntimeError: if one of them names a backend that is not available.
     """
     global _active
     if _active is None:
-        asked = os.environ.get("CPT_KERNELS", "")
-        if asked:
-            check_choice("CPT_KERNELS", asked, BACKENDS)
-        plain = "reference", "CPT_KERNELS=reference"
-        cpu, why_cpu = plain if asked == "reference" else _cpp(asked == "cpp")
-        cuda, why_cuda = plain if asked == "reference" else _triton(asked == "triton")
-        library, why = gemm_backend.choose_library(os.environ.get("CPT_PRODUCTS", ""))
-        gemm_backend.use(library)
-        _active = Backend(
-            cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda, "products": why}, library
+        forced = os.environ.get("CPT_KERNELS", "")
+        if forced:
+            check_choice("CPT_KERNELS", forced, BACKENDS)
+        reasons = {}
+        if forced == "reference":
+            cpu = cuda = "reference"
+            reasons["cpu"] = reasons["cuda"] = "CPT_KERNELS=reference"
+        else:
+            cpu, reasons["cpu"] = _load_cpp(forced == "cpp")
+            cuda, reasons["cuda"] = _load_triton(forced == "triton")
+        library, reasons["products"] = gemm_backend.choose_library(
+            os.environ.get("CPT_PRODUCTS", "")
         )
-        operators.use("cpt_reference" if asked == "reference" else "cpt")
+        gemm_backend.use(library)
+        _active = Backend(cpu, cuda, reasons, library)
+        operators.use("cpt_reference" if forced == "reference" else "cpt")
         log.info("quantised operator: %s", str(_active).replace("\n", "; "))
     return _active
 
 
 def kernels_on(device: torch.device) -> str:
-    """Return the name of what runs the quantised operator on a device now; "not loaded" before any was asked for."""
+    """Return the name of the backend that rounds on a device now; "not loaded" before the first use."""
     if _active is None:
         return "not loaded"
-    found = _active.cuda if device.type == "cuda" else _active.cpu
-    return (
-        found if operators.active is torch.ops.cpt else "reference"
-    )  # inside ``reference``, too
+    if operators.active is not torch.ops.cpt:  # inside a ``reference`` block, too
+        return "reference"
+    return _active.cuda if device.type == "cuda" else _active.cpu
 
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Run the plain backend inside a ``with`` block, whatever is active outside: for comparisons."""
+    """Use the plain torch backend inside a ``with`` block, for comparisons."""
     backend()
     before = operators.active
     operators.use("cpt_reference")
@@ -95,7 +115,7 @@ _active: Backend | None = None
 operators.describe_device = kernels_on
 
 
-def _cpp(forced: bool) -> tuple[str, str]:
+def _load_cpp(forced: bool) -> tuple[str, str]:
     from cpt_extras.kernels.cpp import build
 
     try:
@@ -106,7 +126,7 @@ def _cpp(forced: bool) -> tuple[str, str]:
                 "cpt_extras.kernels.cpp.spare_folders"
             ).load(str(error))
         operators.has_cpp_gradient = True
-        importlib.import_module("cpt_extras.kernels.layers")  # registers itself
+        importlib.import_module("cpt_extras.kernels.layers")  # registers executors
         return "cpp", where
     except build.NoKernelsError as error:
         if forced:
@@ -116,7 +136,7 @@ def _cpp(forced: bool) -> tuple[str, str]:
         return "reference", f"no C++ kernels: {error}"
 
 
-def _triton(forced: bool) -> tuple[str, str]:
+def _load_triton(forced: bool) -> tuple[str, str]:
     if not torch.cuda.is_available():
         why_not = "torch sees no CUDA device"
     elif importlib.util.find_spec("triton") is None:

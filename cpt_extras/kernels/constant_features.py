@@ -26,26 +26,22 @@ class ConstantFeatures:
         self.results: dict[Hashable, Any] = {}
 
     def keep(self, features: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``, or its earlier result of the same key.
+        """Return the cached result of ``key``, computed by ``compute()`` at the first call.
 
         Args:
-            features: the constant ones, or an earlier result; of any others nothing is cached.
+            features: the constant features, or an earlier result; for any others nothing is cached.
             key: identifies the computation.
             compute: called without a gradient.
         """
         if self.features._version != self.version:  # changed in place after all
             self.results, self.version = {}, self.features._version
         if features is not self.features:
-            source = next(
-                (k for k, result in self.results.items() if result is features), None
-            )
-            if source is None:
+            sources = [k for k, result in self.results.items() if result is features]
+            if not sources:
                 return compute()
-            key = source, key
+            key = sources[0], key
         if key not in self.results:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # training may use what evaluation computed
+            # no inference tensors: training may use what evaluation computed
+            with torch.inference_mode(False), torch.no_grad():
                 self.results[key] = compute()
         return self.results[key]

@@ -1,12 +1,12 @@
-"""Which library multiplies float32 matrices on a CPU: the one that torch calls (MKL, as a rule), or oneDNN.
+"""Library of float32 matmuls (GEMMs) on a CPU: the one that torch calls, MKL as a rule, or oneDNN.
 
-MKL takes a slow path on AMD's processors with AVX-512. The two round sums differently in the last digit, and a race
-between them would make rows that do not repeat: the library is looked up by the kind of processor, in a table that
-measurements filled, and is part of where a row comes from. ``python -m bench.gemm_shapes`` measures a row of it.
+MKL takes a slow path on AMD's processors with AVX-512. Both libraries round sums differently in the last digit, so that
+timing them at run time would make result rows that cannot be reproduced. Instead the library is looked up by the kind
+of processor, in a table of measurements, and result rows record it. ``python -m bench.gemm_shapes`` measures an entry.
 
-``CPT_PRODUCTS=torch`` (or ``onednn``) forces one; what is forced and not there is an error.
+``CPT_PRODUCTS=torch`` (or ``onednn``) forces a library; it is an error if that is not available.
 
-Products of many pairs (attention) stay with torch: it has no operator for those of oneDNN.
+Batched matmuls (attention) stay with torch, which has no operator for those of oneDNN.
 
 Shapes: M rows, K elements of a sum, N columns.
 """
@@ -22,7 +22,7 @@ from cpt_core.validation import check_choice
 from cpt_extras.cpu_info import processor
 
 GEMM_LIBRARIES = ("torch", "onednn")
-# Time with oneDNN in that with MKL by maker and widest instructions, a forward and a backward pass; one thread.
+# (vendor, widest instructions) -> time with oneDNN / time with MKL of a forward and a backward pass; one thread
 ONEDNN_TIME_RATIOS: dict[tuple[str, ...], float] = {
     (
         "AuthenticAMD",
@@ -33,44 +33,44 @@ ONEDNN_TIME_RATIOS: dict[tuple[str, ...], float] = {
         "AVX2",
     ): 1.32,  # the geometric mean of bench.gemm_shapes on a Zen 3
 }
-MAX_TIME_RATIO = 0.9  # of a ratio
-MAX_INT8_TERMS = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31
-MIN_ONEDNN_MACS = (
-    1 << 21
-)  # multiply-accumulates of a product: below, oneDNN's call takes longer than it saves
+MAX_TIME_RATIO = 0.9  # oneDNN is used below it
+# A sum of so many products of codes fits in int32: 255 * 255 * 2**15 < 2**31.
+MAX_INT8_TERMS = 1 << 15
+# In smaller matmuls the call of oneDNN takes longer than it saves.
+MIN_ONEDNN_MACS = 1 << 21
 
 active = "torch"
 
 
 def has_onednn_matmul() -> bool:
-    """Whether torch has oneDNN's product of matrices."""
+    """Return whether torch has oneDNN's matmul."""
     return torch.backends.mkldnn.is_available() and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     )
 
 
-def choose_library(asked: str = "") -> tuple[str, str]:
-    """Return the library for this processor, and why.
+def choose_library(forced: str = "") -> tuple[str, str]:
+    """Return the library for this processor, and the reason.
 
     Args:
-        asked: one that is forced, or "".
+        forced: a library to use, or "".
 
     Raises:
         ValueError: for an unknown name.
-        RuntimeError: for one that is not there.
+        RuntimeError: for oneDNN if torch lacks it.
     """
-    if asked:
-        check_choice("CPT_PRODUCTS", asked, GEMM_LIBRARIES)
-        if asked == "onednn" and not has_onednn_matmul():
+    if forced:
+        check_choice("CPT_PRODUCTS", forced, GEMM_LIBRARIES)
+        if forced == "onednn" and not has_onednn_matmul():
             raise RuntimeError(
                 "CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"
             )
-        return asked, f"CPT_PRODUCTS={asked}"
+        return forced, f"CPT_PRODUCTS={forced}"
     kind = processor()
-    named = ", ".join(kind) or "an unknown processor"
+    name = ", ".join(kind) or "an unknown processor"
     if not torch.backends.mkl.is_available() or kind not in ONEDNN_TIME_RATIOS:
-        return "torch", f"{named}: nothing was measured to be faster"
-    measured = f"{named}: oneDNN takes {ONEDNN_TIME_RATIOS[kind]:.2f} of MKL's time"
+        return "torch", f"{name}: nothing was measured to be faster"
+    measured = f"{name}: oneDNN takes {ONEDNN_TIME_RATIOS[kind]:.2f} of MKL's time"
     if ONEDNN_TIME_RATIOS[kind] < MAX_TIME_RATIO and not has_onednn_matmul():
         return "torch", f"{measured}, but this torch has no product of oneDNN"
     return (
@@ -79,7 +79,7 @@ def choose_library(asked: str = "") -> tuple[str, str]:
 
 
 def use(library: str) -> None:
-    """Let products run in a library, in C++ as well where there is any."""
+    """Use a library for float32 matmuls from now on, in Python and in the C++ kernels."""
     global active
     active = library
     if hasattr(torch.ops.cpt, "onednn_from"):
@@ -89,7 +89,7 @@ def use(library: str) -> None:
 
 
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of x (..., K) and weight (N, K) is oneDNN's: as that of its gradient, which is as large."""
+    """Return whether oneDNN multiplies x (..., K) by weight (N, K), and the gradients of both, which are as large."""
     if (
         active == "torch"
         or not x.is_cpu
@@ -100,7 +100,7 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def execute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x (M, K) times weight (N, K) transposed, plus bias (N,); without a gradient where oneDNN computes it."""
+    """Compute ``F.linear`` of x (M, K), weight (N, K) and bias (N,); without autograd where oneDNN computes it."""
     if uses_onednn(x, weight):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y
@@ -108,9 +108,9 @@ def execute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x (..., K) times weight (N, K) transposed, plus bias (N,), with its gradient, made of such products again.
+    """Compute ``F.linear`` of x (..., K), weight (N, K) and bias (N,), with a gradient by the same library.
 
-    ``ops`` are the operators, such as ``torch.ops.cpt``.
+    ``ops`` is the family of operators, such as ``torch.ops.cpt``.
     """
     if not uses_onednn(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
@@ -123,22 +123,22 @@ LINEAR_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 
 
 def fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a tensor of the product's shape."""
+    """Return an empty tensor of the shape of the result."""
     return x.new_empty((len(x), len(weight)))
 
 
 def save_linear_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the operands of which gradients will be made, as ``torch.nn.functional.linear`` does."""
-    of_x, of_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(inputs[0] if of_weight else None, inputs[1] if of_x else None)
+    """Save the operands that the gradients need, as ``torch.nn.functional.linear`` does."""
+    x, weight = inputs[:2]
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
 def linear_gradient(ops: Any, ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-    """Return dx = dy w, dw = dy' x, and the sum of dy for the bias."""
+    """Return the gradients dx = dy w, dw = dy' x, and the sum of dy for the bias."""
     x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad
-    return (
-        linear(ops, d_y, weight.t()) if of_x else None,
-        linear(ops, d_y.t(), x.t()) if of_weight else None,
-        d_y.sum(0) if of_bias else None,
-    )
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    d_x = linear(ops, d_y, weight.t()) if needs_x else None
+    d_weight = linear(ops, d_y.t(), x.t()) if needs_weight else None
+    d_bias = d_y.sum(0) if needs_bias else None
+    return d_x, d_weight, d_bias

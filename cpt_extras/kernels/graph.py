@@ -1,13 +1,13 @@
-"""Operators of graph convolutions: roundings together with the scaling by degree and the bias beside them.
+"""Fused operators of graph convolutions: rounding with the scaling by degree before it and the bias after it.
 
-Each stands for a chain of plain operations and gives the same bits; on a CPU, C++ runs it in one pass over the rows
-(``graph.h``), as long as a row is in the cache.
+Each replaces a chain of plain operations and gives the same bits; on a CPU, C++ runs it in one pass over the rows
+(``graph.h``), while a row is in the cache.
 
 >>> x, degrees, bias = torch.tensor([[0.0, 0.2, 1.0]]), torch.tensor([[2.0]]), torch.tensor([1.0, 1.0, 1.0])
 >>> operators.active.scale_round_add(x, degrees, bias, torch.tensor(1.0), "per_row").tolist()
 [[1.0, 1.0, 3.0]]
 
-The plain chains are made of ``ops``, a family of operators. A rounding passes gradients unchanged.
+The plain chains call ``ops``, a family of operators. Gradients pass a rounding unchanged.
 
 Shapes: N nodes, F features; scales (N, 1), bias (F,), all float32.
 """
@@ -26,7 +26,7 @@ from cpt_extras.kernels import operators
 def scale_round(
     ops: Any, x: Tensor, scale: Tensor | None, levels: Tensor, granularity: str
 ) -> Tensor:
-    """Return ``x * scale``, rounded; (N, F) as x."""
+    """Return ``x * scale``, rounded, (N, F)."""
     return ops.fake_quantize(_scaled(x, scale), levels, granularity, None)[0]
 
 
@@ -38,25 +38,25 @@ def scale_round_add(
     levels: Tensor,
     granularity: str,
 ) -> Tensor:
-    """Return ``bias`` plus ``x * scale``, that rounded; (N, F)."""
+    """Return ``bias`` plus the rounded ``x * scale``, (N, F)."""
     return scale_round(ops, x, scale, levels, granularity) + bias
 
 
 def round_scale_round(
     ops: Any, gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise a gradient twice, with the scaling between: what comes back through ``scale_round_add``.
+    """Round a gradient, scale it, and round it again: the backward pass of ``scale_round_add``.
 
-    Both roundings have one range for the whole tensor; their noise has ``key`` and ``key + 1``.
+    Both roundings have one range for the whole tensor, and the noise keys ``key`` and ``key + 1``.
 
     Returns:
-        the gradient of ``x``, rounded the second time, (N, F), and that of the bias, (F,).
+        The gradient of ``x``, rounded twice, (N, F), and that of the bias, (F,).
     """
-    once = ops.fake_quantize(gradient, levels, "per_tensor", key)[0]
+    rounded = ops.fake_quantize(gradient, levels, "per_tensor", key)[0]
     key = None if key is None else key + 1
-    return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", key)[
-        0
-    ], once.sum(0)
+    scaled = _scaled(rounded, scale)
+    rounded_twice = ops.fake_quantize(scaled, levels, "per_tensor", key)[0]
+    return rounded_twice, rounded.sum(0)
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -76,14 +76,13 @@ def _scale_and_sum_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, 
 
 
 def _round_scale_round_gradient(
-    ctx: Any, of_first: Tensor, of_sum: Tensor
+    ctx: Any, rounded_grad: Tensor, sum_grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    return _scaled(of_first, *ctx.saved_tensors) + of_sum, None, None, None
+    return _scaled(rounded_grad, *ctx.saved_tensors) + sum_grad, None, None, None
 
 
-GRAPH_OPERATORS: dict[
-    str, tuple[str, Any, Any, Any]
-] = {  # schema, what it does with and without numbers, its gradient
+# name -> schema, plain implementation, its shapes for fake tensors, its gradient
+GRAPH_OPERATORS: dict[str, tuple[str, Any, Any, Any]] = {
     "scale_round": (
         "(Tensor x, Tensor scale, Tensor levels, str granularity) -> Tensor",
         scale_round,
@@ -103,10 +102,8 @@ GRAPH_OPERATORS: dict[
         _round_scale_round_gradient,
     ),
 }
-QUANTIZED_OUTPUT_OPERATORS = (
-    "scale_round",
-    "round_scale_round",
-)  # those whose (first) result lies on a grid
+# operators whose (first) result lies on a grid
+QUANTIZED_OUTPUT_OPERATORS = ("scale_round", "round_scale_round")
 for _family, _library in operators.LIBRARIES.items():
     for _name, (_schema, _plain, _fake, _backward) in GRAPH_OPERATORS.items():
         _run = partial(_plain, getattr(torch.ops, _family))

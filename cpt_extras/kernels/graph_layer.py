@@ -1,8 +1,8 @@
-"""Graph convolutions with fewer passes over the nodes: scaling by degree, rounding and bias by one operator each.
+"""Fused graph convolutions: scaling by degree, rounding and bias in one operator, with fewer passes over the nodes.
 
-Everything here gives the same bits as ``quantization.graph_handlers``, whose handlers it replaces when it is imported;
-the operators are in ``kernels.graph``. Compilers fuse the plain chain themselves, and a recorded step is to see every
-rounding: both are left to the plain handlers.
+The handlers here replace those of ``quantization.graph_handlers`` when the module is imported, and give the same bits;
+the operators are in ``kernels.graph``. Compiled code and recorded steps keep the plain handlers: compilers fuse the
+plain chain themselves, and recordings must see every rounding.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FUSIBLE_GRANULARITIES = (
     "per_tensor",
     "per_position",
 )  # granularities with one range for a matrix (N, F)
-UNROUNDED = "_before_gradient_rounding"  # name of the attribute of an output: the same, its gradient not rounded
+UNROUNDED = "_before_gradient_rounding"  # attribute of an output: the same tensor before its gradient is rounded
 
 
 class _ScaleAndAddBias(torch.autograd.Function):
-    """``scale_round_add`` of a product; its gradient is rounded behind the bias, and again behind the scaling."""
+    """``scale_round_add`` of a matmul result, whose gradient is rounded before and after the scaling."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class _ScaleAndAddBias(torch.autograd.Function):
 
 
 class FusedGraphHandlers(GraphHandlers):
-    """The handlers with fused operators, where those compute the same."""
+    """Handlers of graph convolutions that use fused operators where these give the same bits."""
 
     def scaled_operand(
         self,
@@ -67,7 +67,7 @@ class FusedGraphHandlers(GraphHandlers):
         x: Tensor,
         scale: Tensor | None,
     ) -> tuple[Tensor, str | None]:
-        """Return ``x * scale``, rounded in the same pass."""
+        """Return the rounded ``x * scale``, and the role in which it is still to be rounded: None."""
         if precision is None or scale is None or precision.execution != "simulated":
             return super().scaled_operand(precision, role, x, scale)
         if not _is_fusible(precision, precision.layer_role(role), x):
@@ -78,25 +78,24 @@ class FusedGraphHandlers(GraphHandlers):
         ), None
 
     def multiply(self, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
-        """Return x (N, I) times a weight, by the library that is faster on this processor."""
+        """Multiply x (N, I) by a weight, with the faster library on this processor."""
         if not is_transposed and gemm_backend.uses_onednn(x, weight.t()):
             return operators.linear(x, weight.t())
         return super().multiply(x, weight, is_transposed)
 
     def run(self, mode: QuantizedOpsMode, *args: Any, **options: Any) -> Tensor:
-        """Run an operation; its result also knows what it was before its gradient was to be rounded."""
-        if (
-            torch.compiler.is_compiling() or mode.on_operation is not None
-        ):  # the gradient of the result is waited for
+        """Run an operation, and attach to its result the tensor before its gradient is rounded."""
+        # recordings wait for the gradient of the result itself
+        if torch.compiler.is_compiling() or mode.on_operation is not None:
             return super().run(mode, *args, **options)
-        layer, name, compute, *others = args
+        layer, name, compute, *rest = args
         computed = []
 
         def remember(*operands: Any) -> Tensor:
             computed.append(compute(*operands))
             return computed[0]
 
-        y = super().run(mode, layer, name, remember, *others, **options)
+        y = super().run(mode, layer, name, remember, *rest, **options)
         if computed and y is not computed[0]:
             setattr(y, UNROUNDED, computed[0])
         return y
@@ -110,7 +109,7 @@ class FusedGraphHandlers(GraphHandlers):
         in_exponent: float = 0.0,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Scale, round and add in one pass; with the rounding of the gradient of ``h``, where h is a product."""
+        """Scale, round and add the bias in one pass, with the gradient rounding of ``h`` if that is a matmul result."""
         layer = mode.running.stack[-1].interception
         precision = layer.precision
         if (
@@ -127,10 +126,8 @@ class FusedGraphHandlers(GraphHandlers):
             return super().scale_and_add_bias(
                 mode, function, graph, h, in_exponent, bias
             )
-        scale, rounded_bias = (
-            degree_scale(graph, "in", in_exponent, h),
-            precision.quantize_operand("bias", bias),
-        )
+        scale = degree_scale(graph, "in", in_exponent, h)
+        rounded_bias = precision.quantize_operand("bias", bias)
         granularity = precision.quantizers["input"].grid
         product = getattr(h, UNROUNDED, None)
         if (
@@ -148,7 +145,7 @@ class FusedGraphHandlers(GraphHandlers):
 
 
 def _is_fusible(precision: LayerPrecision, role: str, x: Tensor) -> bool:
-    """Return whether an operand is rounded now, and on its own range."""
+    """Return whether fused operators can round an operand: it is rounded now, on a range of its own."""
     precision.require_bits()
     if torch.compiler.is_compiling() or precision.is_observed or x.dtype in HALF:
         return False

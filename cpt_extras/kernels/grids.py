@@ -1,7 +1,8 @@
-"""Grids: what kernels are told to round to.
+"""Grid strings, which tell kernels what to round to, and rounding to them in plain torch.
 
-A grid is a granularity, "+zero" where 0 is to be on it, and for a number format "|" and its name; see
-``FormatQuantizer.grid``. What kernels call granularity may be such a grid.
+A grid string is a granularity, then "+zero" if 0 must be one of its points, then "|" and the name of a number format if
+it has one: "per_row", "per_tensor+zero", "per_row|e2m1". ``FormatQuantizer.grid`` makes them. Arguments of operators
+named ``granularity`` may be such a grid.
 
 >>> import torch
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def parse_grid(grid: str) -> tuple[str, Format | None]:
-    """Return the granularity of a grid, and its format; None for the affine grid that levels tell of."""
-    if grid not in _parsed_grids:  # a dict: compilers do not follow a cached function
+    """Return the granularity of a grid string and its number format; None for an affine grid, defined by ``levels``."""
+    if grid not in _parsed_grids:  # a dict, since compilers cannot trace lru_cache
         granularity, _, name = grid.partition("|")
         _parsed_grids[grid] = (
             granularity.removesuffix(ZERO_POINT),
@@ -45,9 +46,16 @@ _parsed_grids: dict[str, tuple[str, Format | None]] = {}
 def fake_quantize(
     x: Tensor, levels: Tensor, grid: str, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a tensor that is not empty on its own range; return it with the range, which every format shares.
+    """Round a tensor on its own range.
 
-    Arguments as those of ``round_in_range``.
+    Args:
+        x: a tensor that is not empty.
+        levels: number of steps of an affine grid, 0-d.
+        grid: a grid string.
+        key: noise key; None rounds to nearest.
+
+    Returns:
+        The rounded tensor, and minimum and width of its ranges.
     """
     low, width = rounding.range_of(x, grid.partition("|")[0])
     clip = rounding.clips(grid, key is not None)
@@ -63,13 +71,21 @@ def round_in_range(
     key: Tensor | None,
     clip: bool,
 ) -> Tensor:
-    """Round to a grid, see the module, of a given range, such as a stored one.
+    """Round to the grid of a given range, such as a stored one.
 
-    Arguments as those of ``rounding.round_to_grid``. A format has its own levels and always clips; the range plays no
-    part for mx and for what is not scaled.
+    A number format has its own points and always clips; MX formats and unscaled formats ignore the range.
+
+    Args:
+        x: the tensor.
+        low: minimum of the range, broadcastable to x.
+        width: its width.
+        levels: number of steps of an affine grid, 0-d.
+        grid: a grid string.
+        key: noise key; None rounds to nearest.
+        clip: whether to clip to the range.
 
     Raises:
-        ValueError: for a row that blocks do not divide.
+        ValueError: if the blocks of a format do not divide a row.
     """
     granularity, format = parse_grid(grid)
     if rounding.has_zero_point(grid):  # number formats have 0 anyway

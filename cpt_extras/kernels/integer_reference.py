@@ -1,4 +1,4 @@
-"""8-bit integers of quantised tensors, in plain torch: what C++ and Triton are held to, bit for bit."""
+"""Plain torch implementations of the int8 operators, which C++ and Triton must match bit for bit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def encode(
     clip: bool,
     channels_last: bool = False,
 ) -> Tensor:
-    """Return k - 2**(q - 1), int8, of the grid points that ``rounding.round_to_grid`` returns; q at most 8.
+    """Return the codes k - 2**(q - 1) of the grid points of ``rounding.round_to_grid``, int8, for q of at most 8 bits.
 
-    NaN has code 0: it is in the range. In memory codes lie as ``x`` does; with ``channels_last`` those of (N, C, H, W)
-    have the channels of a pixel beside each other.
+    NaN gets the code of k = 0; the range is NaN, too. Codes have the memory layout of ``x``, or, with
+    ``channels_last``, the channels of a pixel of (N, C, H, W) side by side.
     """
     scale = (width / levels).clamp_min(MIN_SCALE)
     k = (x.float() - low) / scale
@@ -34,7 +34,7 @@ def encode(
 
 
 def empty_codes(x: Tensor, channels_last: bool) -> Tensor:
-    """Return memory for the codes of a tensor."""
+    """Return uninitialised memory for the codes of a tensor."""
     if not channels_last:
         return torch.empty_like(x, dtype=torch.int8)
     return x.new_empty([x.shape[d] for d in (0, 2, 3, 1)], dtype=torch.int8).permute(
@@ -49,12 +49,12 @@ def affine(
     column_codes: Tensor,
     column_values: Tensor,
 ) -> None:
-    """Turn sums of products of codes into those of values, in place: the storage holds float32 afterwards.
+    """Convert integer matmuls of codes to float32 matmuls of values, in place: the memory holds float32 afterwards.
 
-    No size is 0.
+    No size may be 0; the names are those of ``int8.matmul``.
 
     Args:
-        product: sums k_a k_b, int32 (M, N), of G products below each other; the names are those of ``int8.matmul``.
+        product: sums of k_a k_b, int32 (M, N); the rows of G matmuls below each other.
         row_codes: of a: sum k and z, int32 (2, M).
         row_values: of a: s, s sum (k - z) and r, float32 (3, M).
         column_codes: of b: z and sum (k - z), int32 (2, G N).
@@ -62,12 +62,13 @@ def affine(
     """
     rows, columns = product.shape
     groups = column_codes.shape[1] // columns
-    (sums, zero_a), (scale_a, scaled, rest_a) = (
-        v.view(len(v), groups, -1, 1) for v in (row_codes, row_values)
-    )
-    (zero_b, sums_b), (scale_b, rest_b, total_b, bias) = (
-        v.view(len(v), groups, 1, columns) for v in (column_codes, column_values)
-    )
-    t = (product.view(groups, -1, columns) - zero_b * sums - zero_a * sums_b).float()
-    y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * total_b + bias
+    sums_a, zero_a = row_codes.view(2, groups, -1, 1)
+    scale_a, scaled_sums_a, rest_a = row_values.view(3, groups, -1, 1)
+    zero_b, sums_b = column_codes.view(2, groups, 1, columns)
+    scale_b, rest_b, value_sums_b, bias = column_values.view(4, groups, 1, columns)
+
+    products = product.view(groups, -1, columns)
+    centred = (products - zero_b * sums_a - zero_a * sums_b).float()
+    y = (scale_a * scale_b) * centred
+    y = y + scaled_sums_a * rest_b + rest_a * value_sums_b + bias
     product.copy_(y.view(rows, columns).view(torch.int32))

@@ -1,4 +1,4 @@
-"""What an operator that rounds several tensors by itself has to know of a layer: ranges, and the noise of gradients."""
+"""Ranges and gradient rounding of a layer, as arguments of operators that round several tensors at once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cpt_core.quantization.rounding import RUNNING_DECAY, Range, clips
 
 
 class StoredRange(NamedTuple):
-    """A running range that evaluation uses; all None: every tensor has a range of its own.
+    """A running range, used in evaluation; all fields are None if tensors are rounded on their own ranges.
 
     Attributes:
         low: minimum, 0-d.
         width: maximum - minimum, 0-d.
-        weight: None where the range counts; else it counts where this is above 0, and the tensor's own elsewhere.
+        weight: None if the range is always used; else it is used if this is above 0, and a tensor's own range if not.
     """
 
     low: Tensor | None = None
@@ -28,13 +28,13 @@ class StoredRange(NamedTuple):
 
 
 class GradientRoundingArgs(NamedTuple):
-    """What an operator that quantises gradients in its backward pass has to know.
+    """Settings by which an operator rounds gradients in its backward pass.
 
     Attributes:
-        steps: of the grid, None where gradients are left alone.
-        grid: the granularity.
-        key: of the noise, None for none.
-        advance: whether the backward pass is to add 1 to the key for each gradient, as eager code does.
+        steps: number of steps of the grid, 0-d; None if gradients are not rounded.
+        grid: granularity or grid string.
+        key: noise key; None rounds to nearest.
+        advance: whether the backward pass must add 1 to the key for every gradient, as eager code does.
     """
 
     steps: Tensor | None
@@ -54,7 +54,7 @@ def is_calibrated(precision: LayerPrecision, role: str) -> bool:
 
 
 def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
-    """Return the range on which operands of a role are rounded, as ``LayerPrecision.evaluated`` decides."""
+    """Return the stored range on which operands of a role are rounded, as ``LayerPrecision`` decides."""
     if not uses_stored_range(precision, role):
         return StoredRange()
     low, width, weight = precision.stored_range(role)
@@ -67,14 +67,14 @@ def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
 def select_range(
     precision: LayerPrecision, role: str, low: Tensor, width: Tensor
 ) -> Range:
-    """Return the ranges at hand, or the stored one where it is used and filled; decided on the device."""
+    """Return the stored range if it is used and filled, else the given ranges; selected on the device."""
     if not uses_stored_range(precision, role):
         return low, width
     stored_low, stored_width, weight = precision.stored_range(role)
     precision.warn_of_empty_range(role, weight)
-    return torch.where(weight > 0, stored_low, low), torch.where(
-        weight > 0, stored_width, width
-    )
+    is_filled = weight > 0
+    selected_low = torch.where(is_filled, stored_low, low)
+    return selected_low, torch.where(is_filled, stored_width, width)
 
 
 def clips_operand(precision: LayerPrecision, role: str) -> bool:
@@ -88,52 +88,50 @@ def clips_operand(precision: LayerPrecision, role: str) -> bool:
 def track_steps(
     precision: LayerPrecision, role: str, low: Tensor, width: Tensor
 ) -> None:
-    """Let a running range follow the ranges of several calls one after the other, (T,), as ``rounding.track`` would."""
+    """Update a running range with the ranges of several time steps, (T,), as ``rounding.track`` does one by one."""
     if is_recomputing():
         return
     running = precision.range_tensor(role)
-    current = torch.stack([low, width, torch.ones_like(width)])
-    counts = current.isfinite().all(0)
-    if _can_read_on_host(current) and bool(counts.all()):
-        decay, shares = _cached_ema_weights(
-            len(counts), torch.get_default_dtype()
-        )  # as nearly always
-        running.mul_(decay).add_((current * shares).sum(1))
-        return
-    decay, shares = _ema_weights(counts)
-    running.mul_(decay).add_((torch.where(counts, current, 0.0) * shares).sum(1))
+    ranges = torch.stack([low, width, torch.ones_like(width)])
+    is_finite = ranges.isfinite().all(0)
+    if _can_read_on_host(ranges) and bool(is_finite.all()):  # nearly always
+        dtype = torch.get_default_dtype()
+        decay, weights = _cached_ema_weights(len(is_finite), dtype)
+    else:
+        decay, weights = _ema_weights(is_finite)
+        ranges = torch.where(is_finite, ranges, 0.0)
+    running.mul_(decay).add_((ranges * weights).sum(1))
 
 
 def _can_read_on_host(x: Tensor) -> bool:
-    """Return whether reading a number makes nothing wait, and nobody follows what is computed, as a capture does."""
-    is_followed = (
-        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    )
-    return x.is_cpu and type(x) is Tensor and not is_followed
+    """Return whether Python may read a tensor: it is on the CPU, and neither compiled nor traced."""
+    is_traced = torch.compiler.is_compiling()
+    is_traced = is_traced or torch._C._len_torch_dispatch_stack() > 0
+    return x.is_cpu and type(x) is Tensor and not is_traced
 
 
 def _ema_weights(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights of the old range and of every call, (T,); ``counts``: whether a call counts."""
-    later = (
-        counts.flip(0).cumsum(0).flip(0) - counts.int()
-    )  # calls that count and come after this one
-    return RUNNING_DECAY ** counts.sum(), torch.where(
-        counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0
-    )
+    """Return the weights of the old range and of every time step, (T,), in an exponential moving average.
+
+    ``counts`` tells which time steps count.
+    """
+    num_later = counts.flip(0).cumsum(0).flip(0) - counts.int()
+    weights = (1 - RUNNING_DECAY) * RUNNING_DECAY**num_later
+    return RUNNING_DECAY ** counts.sum(), torch.where(counts, weights, 0.0)
 
 
 @lru_cache(maxsize=64)
 def _cached_ema_weights(
     steps: int, default_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of calls that all count, on a CPU; torch takes powers of integers in its default dtype."""
+    """Return the weights if all time steps count, on a CPU; torch computes powers of integers in its default dtype."""
     return _ema_weights(torch.ones(steps, dtype=torch.bool, device="cpu"))
 
 
 def grad_rounding_args(
     precision: LayerPrecision, role: str, count: int
 ) -> GradientRoundingArgs:
-    """Return what an operator that quantises ``count`` gradients in its backward pass has to know."""
+    """Return the settings of an operator that rounds ``count`` gradients of a role in its backward pass."""
     quantizer = precision.quantizers[role]
     if not precision.active_bits.gradient:
         return GradientRoundingArgs(None, quantizer.grid, None, advance=False)

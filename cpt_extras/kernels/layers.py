@@ -1,12 +1,12 @@
-"""Operations of layers in training with fewer calls, in C++: the bits of the plain path, faster.
+"""Fused C++ forms of linear layers, convolutions and matmuls in training, with the bits of the plain path.
 
-A small layer takes longer to be called than to be computed. The plain path (``LayerPrecision.quantized``) calls an
-operator for every operand, one for the running range, one for the operation and one for the gradient. Here C++ does all
-of it in one call for linear layers and convolutions, and in two around any other matmul (``cpp/layer.h``). It does so
-for float32 tensors on a CPU on the paper's grids, in training, while nobody records what is rounded. Everything else is
-left to the plain path: an executor returns None.
+Calling a small layer takes longer than computing it. The plain path (``LayerPrecision``) calls an operator for every
+operand, for the running range, for the operation and for the gradient. Here C++ does all of that in one call for linear
+layers and convolutions, and in two around any other matmul (``cpp/layer.h``). It serves float32 tensors on a CPU, on
+the paper's grids, in training, while no recording runs. Everything else is left to the plain path: an executor then
+returns None.
 
-``backend`` imports this module where the C++ kernels are loaded; that registers the executors.
+``backend`` imports this module when it has loaded the C++ kernels; that registers the executors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def linear(
     along: Along,
     options: Any,
 ) -> Tensor | None:
-    """Compute ``F.linear`` of rounded operands, with a rounded gradient; None where the plain path is to do it."""
+    """Compute ``F.linear`` of rounded operands, with a rounded gradient; None leaves it to the plain path."""
     grids = _grids(precision, roles, "linear_grad")
     if grids is None or gemm_backend.uses_onednn(operands[0], operands[1]):
         return None
@@ -56,11 +56,14 @@ def conv2d(
     along: Along,
     options: Any,
 ) -> Tensor | None:
-    """Compute ``F.conv2d`` likewise; ``options``: its arguments behind the bias, None where x is arranged otherwise."""
+    """Compute ``F.conv2d`` of rounded operands, with a rounded gradient; None leaves it to the plain path.
+
+    ``options`` are the arguments after the bias, (args, kwargs); None where x is arranged in another way.
+    """
     if options is None:
         return None
-    geometry, named = options
-    if named or len(geometry) != 4 or isinstance(geometry[1], str):
+    geometry, kwargs = options
+    if kwargs or len(geometry) != 4 or isinstance(geometry[1], str):
         return None
     grids = _grids(precision, roles, "conv_grad")
     if grids is None:
@@ -80,7 +83,10 @@ def matmul(
     along: Along,
     options: Any,
 ) -> Tensor | None:
-    """Compute a matmul likewise; ``options``: the function that computes it of rounded operands."""
+    """Compute a matmul of rounded operands, with a rounded gradient; None leaves it to the plain path.
+
+    ``options`` is the function that multiplies the rounded operands.
+    """
     grids = _grids(
         precision,
         roles,
@@ -99,12 +105,15 @@ def matmul(
 
 
 class OperationGrids(NamedTuple):
-    """What the operators are told of the roles of an operation.
+    """Grids of the roles of an operation, as arguments of its operator.
 
     Attributes:
         running: name of the running range of the first operand; None for no such range.
         is_weight: whether the second operand is a weight.
-        first: grid of the first operand; ``second``, ``bias`` and ``grad`` likewise.
+        first: grid of the first operand.
+        second: grid of the second operand.
+        bias: grid of the bias.
+        grad: grid of the gradient.
         is_stochastic: whether the gradient is rounded stochastically.
     """
 
@@ -120,10 +129,8 @@ class OperationGrids(NamedTuple):
 def _grids(
     precision: LayerPrecision, roles: Roles, gradient: str
 ) -> OperationGrids | None:
-    """Return the grids of an operation; None where the plain path is to compute it."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # asked first: compiled code is not guarded on the others
+    """Return the grids of an operation; None leaves it to the plain path."""
+    if torch.compiler.is_compiling():  # first, so that compilers guard on nothing else
         return None
     if (
         not precision.training
@@ -148,28 +155,24 @@ def _grids(
 
 @lru_cache(maxsize=4096)
 def _select_grids(
-    now: ActiveBits, kind: str, roles: Roles, gradient: str
+    active_bits: ActiveBits, kind: str, roles: Roles, gradient: str
 ) -> OperationGrids | None:
-    """Return the grids of roles; None where an operand is not rounded, or has a range that is not followed here."""
+    """Return the grids of roles; None if an operand is not rounded, or has a range that C++ does not update."""
 
-    def own(role: str) -> str:  # as ``LayerPrecision.layer_role``
+    def layer_role(role: str) -> str:  # as ``LayerPrecision.layer_role``
         name = role.removeprefix(f"{kind}_")
-        return name if name in now.quantizers else role
+        return name if name in active_bits.quantizers else role
 
     first, second, bias, grad = (
-        now.quantizers[own(role)] for role in (*roles, "bias", gradient)
+        active_bits.quantizers[layer_role(role)] for role in (*roles, "bias", gradient)
     )
-    if (
-        not now.activation
-        or not now.weight
-        or now.splits_gradient
-        or second.running
-        or bias.running
-    ):
+    if not (active_bits.activation and active_bits.weight):
+        return None
+    if active_bits.splits_gradient or second.running or bias.running:
         return None
     return OperationGrids(
-        running=f"running_{own(roles[0])}" if first.running else None,
-        is_weight=level_field(own(roles[1])) == "weight",
+        running=f"running_{layer_role(roles[0])}" if first.running else None,
+        is_weight=level_field(layer_role(roles[1])) == "weight",
         first=first.grid,
         second=second.grid,
         bias=bias.grid,
@@ -181,7 +184,7 @@ def _select_grids(
 def _operand_rounding_args(
     precision: LayerPrecision, grids: OperationGrids
 ) -> tuple[Any, ...]:
-    """Return how the operands are rounded."""
+    """Return the arguments of an operator that tell how to round the operands."""
     weight_levels = precision.weight_num_steps
     second_levels = weight_levels if grids.is_weight else precision.num_steps
     running = None if grids.running is None else vars(precision)[grids.running]
@@ -199,9 +202,10 @@ def _operand_rounding_args(
 def _gradient_rounding_args(
     precision: LayerPrecision, grids: OperationGrids
 ) -> tuple[Any, ...]:
-    """Return how the gradient is rounded."""
+    """Return the arguments of an operator that tell how to round the gradient."""
     levels = precision.grad_num_steps if precision.active_bits.gradient else None
-    return levels, precision.noise_key if grids.is_stochastic else None, grids.grad
+    key = precision.noise_key if grids.is_stochastic else None
+    return levels, key, grids.grad
 
 
 OP_EXECUTORS["simulated", "linear"] = linear

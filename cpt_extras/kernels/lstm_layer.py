@@ -1,7 +1,7 @@
-"""One direction of a quantised LSTM as one operator: a faster form of ``operations.recurrences``, to the same numbers.
+"""Fused quantised LSTM: one direction of one layer as one operator, with the numbers of ``operations.recurrences``.
 
-Step by step the input is rounded and multiplied T times; here all steps of the input are one matmul, with a range for
-every step, and the recurrence is one operator, ``cpt_extras.kernels.lstm``.
+A step-by-step LSTM rounds and multiplies its input T times. Here all time steps of the input are one matmul, with a
+range for every step, and the recurrence is one operator, ``cpt_extras.kernels.lstm``.
 
 ``torch.compile`` refuses to trace any ``nn.LSTM``; with ``torch._dynamo.config.allow_rnn = True`` it takes this one
 into its graph, where a layer in one direction is one node, and one more in the backward pass.
@@ -12,6 +12,8 @@ Shapes: as in ``operations.recurrences``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -83,7 +85,10 @@ def run_fused(
 
 
 def observe_operands(direction: LSTMDirection, x: Tensor, h: Tensor, y: Tensor) -> None:
-    """Show who records what was rounded: x (N, I) and the hidden states that entered the steps, from h to y (N, H)."""
+    """Pass x (N, I), and the hidden states that entered the time steps, (N, H), to the recording callback.
+
+    h (B, H) is the state before the first step, y (N, H) those after every step.
+    """
     precision = direction.precision
     if precision.is_observed:
         rows = direction.step_sizes(x)
@@ -94,7 +99,7 @@ def observe_operands(direction: LSTMDirection, x: Tensor, h: Tensor, y: Tensor) 
 
 
 def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
-    """Quantise x (N, I), every step on its own range."""
+    """Quantise x (N, I), every time step on its own range."""
     precision, role = direction.precision, f"input_{direction.name}"
     quantizer = precision.quantizers[role]
     if (
@@ -105,7 +110,8 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
         return precision.quantize_operand(role, x)
     has_own_ranges = precision.training or not quantizer.running
     if not direction.sizes and quantizer.granularity == "per_tensor" and has_own_ranges:
-        steps_apart = x.unflatten(0, (direction.steps, -1))  # a step is as a channel
+        # time steps become channels, each with a range
+        steps_apart = x.unflatten(0, (direction.steps, -1))
         grid = "per_channel" + quantizer.grid.removeprefix("per_tensor")
         y, low, width = fake_quantize(steps_apart, precision.num_steps, grid)
         _track_input(direction, low.flatten(), width.flatten())
@@ -122,35 +128,35 @@ def rounded_input(direction: LSTMDirection, x: Tensor) -> Tensor:
 
 
 def input_ranges(direction: LSTMDirection, x: Tensor) -> Range:
-    """Return the ranges of x (N, I), every step its own, as those of its rows."""
+    """Return the ranges of x (N, I), one per time step, expanded to its rows, (N, 1)."""
     precision, role = direction.precision, f"input_{direction.name}"
     quantizer = precision.quantizers[role]
+    follows = quantizer.running and precision.training
     if not direction.sizes and quantizer.granularity == "per_tensor":
-        ranges = range_of(x.unflatten(0, (direction.steps, -1)), "per_channel")
-        of_steps = [r.flatten() for r in ranges]
-        rows = [
-            r.expand(-1, len(x) // direction.steps, 1).reshape(-1, 1) for r in ranges
-        ]
-    else:
-        parts = x.split(direction.step_sizes(x))
-        ranges_of_parts = [range_of(part, quantizer.grid) for part in parts]
-        columns = list(zip(*ranges_of_parts, strict=True))
-        of_steps = (
-            [torch.stack(column) for column in columns] if quantizer.running else []
-        )
-        rows = [
-            torch.cat(
-                [r.expand(len(part), 1) for r, part in zip(column, parts, strict=True)]
-            )
-            for column in columns
-        ]
-    if quantizer.running and precision.training:
-        _track_input(direction, *of_steps)
+        low, width = range_of(x.unflatten(0, (direction.steps, -1)), "per_channel")
+        if follows:
+            _track_input(direction, low.flatten(), width.flatten())
+        size = len(x) // direction.steps
+        rows = [r.expand(-1, size, 1).reshape(-1, 1) for r in (low, width)]
+        return select_range(precision, role, *rows)
+
+    parts = x.split(direction.step_sizes(x))
+    ranges = [range_of(part, quantizer.grid) for part in parts]
+    lows, widths = zip(*ranges, strict=True)
+    if follows:
+        _track_input(direction, torch.stack(lows), torch.stack(widths))
+    rows = [_expand_to_rows(values, parts) for values in (lows, widths)]
     return select_range(precision, role, *rows)
 
 
+def _expand_to_rows(values: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """Return the value of every part of a tensor for each of its rows, (N, 1)."""
+    pairs = zip(values, parts, strict=True)
+    return torch.cat([value.expand(len(part), 1) for value, part in pairs])
+
+
 def _track_input(direction: LSTMDirection, low: Tensor, width: Tensor) -> None:
-    """Let the running range of the input follow the ranges of all steps, (T,), in the order of the direction."""
+    """Update the running range of the input with those of all time steps, (T,), in the order of the direction."""
     precision, role = direction.precision, f"input_{direction.name}"
     if precision.quantizers[role].running:
         low, width = (r.flip(0) if direction.is_reverse else r for r in (low, width))
@@ -158,11 +164,10 @@ def _track_input(direction: LSTMDirection, low: Tensor, width: Tensor) -> None:
 
 
 def _with_rounded_gradient(direction: LSTMDirection, y: Tensor) -> Tensor:
-    """Quantise the gradient of the input product, (N, 4 H), step by step."""
+    """Return the input matmul (N, 4 H) with its gradient quantised per time step."""
     precision = direction.precision
-    if (
-        precision.quantizers["grad"].granularity == "per_row"
-    ):  # a row belongs to one step: all steps at once
+    # a row belongs to one time step: ranges per row need no split
+    if precision.quantizers["grad"].granularity == "per_row":
         return precision.gradient("grad", y)
     return torch.cat(
         [precision.gradient("grad", part) for part in y.split(direction.step_sizes(y))]
@@ -170,20 +175,16 @@ def _with_rounded_gradient(direction: LSTMDirection, y: Tensor) -> Tensor:
 
 
 def _hidden_before(direction: LSTMDirection, y: Tensor, h: Tensor) -> Tensor:
-    """Return the hidden states that enter the steps, (N, H): y (N, H) behind them, h (B, H) before the first."""
-    rows = direction.step_sizes(y)
-    behind = y.split(rows)
+    """Return the hidden states that enter the time steps, (N, H), from those after them (N, H) and the first (B, H)."""
+    sizes = direction.step_sizes(y)
+    outputs = y.split(sizes)
     if direction.is_reverse:  # sequences that end earlier begin with states of h
-        later = zip(rows, (*behind[1:], h[:0]), strict=True)
-        return torch.cat(
-            [torch.cat([states, h[len(states) : n]]) for n, states in later]
-        )
-    return torch.cat(
-        [
-            h[: rows[0]],
-            *(states[:n] for states, n in zip(behind[:-1], rows[1:], strict=True)),
-        ]
-    )
+        later = zip(sizes, (*outputs[1:], h[:0]), strict=True)
+        parts = [torch.cat([states, h[len(states) : n]]) for n, states in later]
+    else:
+        earlier = zip(outputs[:-1], sizes[1:], strict=True)
+        parts = [h[: sizes[0]], *(states[:n] for states, n in earlier)]
+    return torch.cat(parts)
 
 
 register_handler(functions_named("lstm"), lstm_handler(run_fused), "input hx")

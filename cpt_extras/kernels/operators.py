@@ -1,13 +1,13 @@
-"""The registered operators ``torch.ops.cpt.*``: one node each for autograd, compilers, fake tensors and CUDA graphs.
+"""Registered operators ``torch.ops.cpt.*``: one node each for autograd, compilers, fake tensors and CUDA graphs.
 
-The schemas, what they do without numbers (fake tensors), their gradients, and the plain backend behind them; C++ and
-Triton put theirs before it (``backend.py``). ``torch.ops.cpt_reference.*`` are the same and always plain.
+It contains their schemas, shapes for fake tensors, gradients and plain implementations; C++ and Triton register theirs
+in addition (``backend.py``). ``torch.ops.cpt_reference.*`` are the same operators, always in plain torch.
 
 >>> fake_quantize(torch.tensor([0.0, 0.2, 1.0]), torch.tensor(1.0), "per_tensor")[0].tolist()
 [0.0, 0.0, 1.0]
 
-Gradients pass every rounding unchanged (straight-through estimator). Under Inductor the operators are taken apart, so
-that rounding fuses with what stands around it.
+Gradients pass every rounding unchanged (straight-through estimator). Inductor decomposes the operators, so that
+rounding fuses with its neighbours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cpt_extras.operations import autocast_matmul
 
 
 def _plain_range(x: Tensor, grid: str) -> rounding.Range:
-    """Return the ranges of a tensor that is not empty; of a grid (``grids``) those of its granularity."""
+    """Return the ranges of a tensor that is not empty, by the granularity of a grid string."""
     return rounding.range_of(x, grid.partition("|")[0])
 
 
@@ -53,7 +53,7 @@ PLAIN = {
     "linear": gemm_backend.execute,
 }
 FAMILIES = ("cpt", "cpt_reference")
-# operators with products inside -> their plain backend, for those who look into it; to the last digits but of linear
+# operators that contain matmuls -> plain implementation, whose operations are counted and traced in their place
 MATMUL_OPERATORS: dict[str, Any] = {
     f"{family}::linear": torch.nn.functional.linear for family in FAMILIES
 }
@@ -67,9 +67,9 @@ def range_of(x: Tensor, granularity: str) -> rounding.Range:
 def fake_quantize(
     x: Tensor, levels: Tensor, granularity: str, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a tensor that is not empty on its own range; return it, and the range.
+    """Round a tensor that is not empty on its own range; return it with minimum and width of the range.
 
-    ``granularity`` may be a grid, see ``kernels.grids``; then the format in it counts and ``levels`` do not.
+    ``granularity`` may be a grid string (``kernels.grids``), whose number format replaces ``levels``.
     """
     return active.fake_quantize(x, levels, granularity, key)
 
@@ -83,21 +83,21 @@ def round_in_range(
     key: Tensor | None = None,
     clip: bool = False,
 ) -> Tensor:
-    """Round to any grid of a given range; arguments as those of ``grids.round_in_range``."""
+    """Round to the grid of a given range, with the arguments of ``grids.round_in_range``."""
     if "|" not in grid and not rounding.has_zero_point(grid):
         return active.round_to_grid(x, low, width, levels, key, clip)
     return active.round_in_range(x, low, width, levels, grid, key, clip)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``torch.nn.functional.linear``, by the library that is faster on this processor, see ``products``."""
+    """Compute ``torch.nn.functional.linear`` with the faster library on this processor, see ``gemm_backend``."""
     if torch.compiler.is_compiling() and not gemm_backend.uses_onednn(x, weight):
         return autocast_matmul.linear(x, weight, bias)
     return gemm_backend.linear(active, x, weight, bias)
 
 
 def has_gradient_node(y: Tensor) -> bool:
-    """Whether C++ can quantise the gradient of this output, ``torch.ops.cpt.quantize_gradient``."""
+    """Return whether C++ can quantise the gradient of this output, by ``torch.ops.cpt.quantize_gradient``."""
     return (
         y.is_cpu
         and active is torch.ops.cpt
@@ -107,12 +107,12 @@ def has_gradient_node(y: Tensor) -> bool:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return what rounds on a device, in a word; ``backend`` puts its own function here."""
+    """Return the name of the backend of a device; the module ``backend`` replaces this function."""
     return "not loaded"
 
 
 class KernelOperators:
-    """The rounding functions of this package, in the place of ``fake_quantize.PlainOperators``."""
+    """Rounding functions of this package, which replace ``fake_quantize.PlainOperators``."""
 
     range = staticmethod(range_of)
     fake_quantize = staticmethod(fake_quantize)
@@ -130,19 +130,19 @@ class KernelOperators:
     def quantize_gradient(
         y: Tensor, levels: Tensor, grid: str, key: Tensor | None
     ) -> Tensor:
-        """Return ``y`` behind a node of autograd that rounds its gradient, of C++ where there is one."""
+        """Return ``y`` behind an autograd node that rounds its gradient, in C++ if possible."""
         if has_gradient_node(y):
             return torch.ops.cpt.quantize_gradient(y, levels, key, grid)
         return core.PlainOperators.quantize_gradient(y, levels, grid, key)
 
     @staticmethod
     def name_on(device: torch.device) -> str:
-        """Return what rounds on a device, in a word."""
+        """Return the name of the backend of a device."""
         return describe_device(device)
 
 
 def use(family: str) -> None:
-    """Choose the operators that the functions above call, "cpt" or "cpt_reference", and let the core round by them."""
+    """Select the family of operators, "cpt" or "cpt_reference", and make the core round with them."""
     global active
     active = getattr(torch.ops, family)
     core.use_operators(KernelOperators)
@@ -184,11 +184,11 @@ def _fake_quantize(
 
 
 def _gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return gradient, *[None] * ctx.others
+    return gradient, *[None] * ctx.num_settings
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.others = len(inputs) - 1
+    ctx.num_settings = len(inputs) - 1
     ctx.set_materialize_grads(False)
     if isinstance(output, tuple):
         ctx.mark_non_differentiable(*output[1:])
@@ -203,7 +203,17 @@ def define(
     backward: Any = None,
     setup: Any = None,
 ) -> None:
-    """Add an operator to a family: its plain backend, what it does without numbers, its gradient where it has any."""
+    """Define an operator in a family.
+
+    Args:
+        library: of the family.
+        name: of the operator.
+        schema: its arguments and results.
+        plain: its plain implementation.
+        fake: function that returns results of the right shapes for fake tensors.
+        backward: its gradient.
+        setup: function that saves what ``backward`` needs.
+    """
     library.define(f"{name}{schema}")
     library.impl(name, plain, "CompositeExplicitAutograd")
     if fake is not None:
@@ -246,7 +256,7 @@ def _register(family: str) -> torch.library.Library:
 
 
 def _register_inductor_decompositions() -> None:
-    """Let Inductor take the operators apart; called while a model is traced, where Inductor has been asked for."""
+    """Register decompositions of the operators with Inductor, once; called while a model is traced."""
     if (
         _inductor_setup
         or "torch._inductor" not in sys.modules

@@ -53,7 +53,7 @@ def fake(cpp_kernels, tmp_path, compiler):
     """A compiler that copies the library that is there already, and keeps count."""
     where = (
         cpt.backend()
-        .why["cpu"]
+        .reasons["cpu"]
         .removeprefix(f"{build.capability()}, ")
         .partition("; ")[0]
     )
@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(
     monkeypatch.setenv("CPT_KERNELS_DIR", str(UNUSABLE[name][0](tmp_path)))
     for _ in range(3):
         monkeypatch.setattr(module, "_active", None)
-        assert re.search(UNUSABLE[name][1], cpt.backend().why["cpu"])
+        assert re.search(UNUSABLE[name][1], cpt.backend().reasons["cpu"])
     spare = tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
     assert (stat.S_IMODE(spare.stat().st_mode), spare.stat().st_uid) == (
         0o700,
@@ -222,7 +222,7 @@ def test_a_spare_folder_that_others_could_have_made_is_not_used(
     TAKEN[name][0](spare)
     assert (
         "built for this process alone: /proc/nope/cache cannot be written to"
-        in cpt.backend().why["cpu"]
+        in cpt.backend().reasons["cpu"]
     )
     assert caplog.text.count("name a safe folder with CPT_KERNELS_DIR") == 1
     assert not list((tmp_path / "temporary").rglob("*.so"))
@@ -250,7 +250,7 @@ def test_a_folder_from_which_nothing_may_be_run_is_left_out(
 
     loaded = []
     monkeypatch.setattr(build, "_load", load)
-    assert "failed to map segment" in cpt.backend().why["cpu"]
+    assert "failed to map segment" in cpt.backend().reasons["cpu"]
     assert (
         loaded[-1].parent == tmp_path / "temporary" / f"cpt_core-kernels-{os.geteuid()}"
     )
@@ -268,7 +268,7 @@ def test_kernels_of_a_folder_that_is_not_there_to_be_looked_into(
         return exists(path)
 
     monkeypatch.setattr(Path, "exists", refuse)
-    assert "cache cannot be written to" in cpt.backend().why["cpu"]
+    assert "cache cannot be written to" in cpt.backend().reasons["cpu"]
     assert loaded
 
 
@@ -411,7 +411,7 @@ def test_without_a_compiler_the_plain_backend_runs_and_says_why(undecided, monke
 
 def test_a_compiler_that_fails_says_what(undecided, compiler, cache):
     compiler("echo 'x.h:1: fatal error: Python.h: no such file' >&2\nexit 1")
-    assert "fatal error: Python.h: no such file" in cpt.backend().why["cpu"]
+    assert "fatal error: Python.h: no such file" in cpt.backend().reasons["cpu"]
     assert list(cache.glob("*.so")) == []
 
 

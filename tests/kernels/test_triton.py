@@ -295,13 +295,13 @@ def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", failing)
     reason = "Triton's kernels do not run (RuntimeError: Failed to find C compiler.)"
-    assert module._triton(False) == ("reference", reason)
+    assert module._load_triton(False) == ("reference", reason)
     assert triton_kernels.unsupported_reason() == reason
     with pytest.raises(
         RuntimeError,
         match=r"CPT_KERNELS=triton asks for the Triton kernels, but Triton's kernels do",
     ):
-        module._triton(True)
+        module._load_triton(True)
 
 
 PLANS = [  # shape, its strides or None, granularity, programs of every launch
@@ -319,7 +319,7 @@ PLANS = [  # shape, its strides or None, granularity, programs of every launch
 
 @pytest.mark.parametrize(("shape", "strides", "granularity", "programs"), PLANS)
 def test_rows_that_fit_in_a_tile_take_one_launch(shape, strides, granularity, programs):
-    strides = strides or tiles.contiguous(shape)
+    strides = strides or tiles.contiguous_strides(shape)
     plan = tiles.plan_tiles(
         shape, strides, strides, tiles.range_shape(shape, granularity)[1], False
     )
