@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ RECIPES = {
     for r in data.recipes.get("demo", ())
 }
 EMBEDDED = ("digits/mlp6", "digits/resnet8_w8", "digits-graph/gcn", "pydoc/lstm")
-GROUP_SIZES, REPEATS, WORKERS = (2, 11), 3, 2
+BATCH_SIZES, REPEATS, WORKERS = (2, 11), 3, 2
 
 
 def specs(name: str, seed: int) -> list[RunSpec]:
@@ -51,54 +52,60 @@ def specs(name: str, seed: int) -> list[RunSpec]:
 
 
 def median_seconds(
-    clock: Callable[[], float], *timed: Callable[[], object]
+    clock: Callable[[], float], *functions: Callable[[], object]
 ) -> list[float]:
     """Return the median time of every function; the functions take turns."""
-    taken: list[list[float]] = [[] for _ in timed]
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(REPEATS):
-        for work, of in zip(timed, taken, strict=True):
+        for function, function_times in zip(functions, times, strict=True):
             start = clock()
-            work()
-            of.append(clock() - start)
-    return [statistics.median(of) for of in taken]
+            function()
+            function_times.append(clock() - start)
+    return [statistics.median(function_times) for function_times in times]
 
 
 def measure_recipe(name: str) -> dict[str, float]:
     """Return seconds of a single run and of a sweep, and the speed-ups of batching."""
     arms = specs(name, 0)
-    train(load_task_class(arms[0]), arms[0])  # data, kernels
+    train(load_task_class(arms[0]), arms[0])  # loads data and kernels
 
-    def side_by_side(count: int) -> None:
+    def train_batch(count: int) -> None:
         run_batched(
             [training_steps(load_task_class(spec), spec) for spec in arms[:count]]
         )
 
-    alone, *beside = median_seconds(
+    single_seconds, *batch_seconds = median_seconds(
         time.process_time,
         lambda: train(load_task_class(arms[2]), arms[2]),
-        *(lambda n=n: side_by_side(n) for n in GROUP_SIZES),
+        *(partial(train_batch, count) for count in BATCH_SIZES),
     )
-    whole = [spec for seed in range(2) for spec in specs(name, seed)]
 
-    def sweep(beside: int | None) -> None:
+    all_specs = [spec for seed in range(2) for spec in specs(name, seed)]
+
+    def sweep(runs_per_process: int | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run_grid(
-                whole,
+                all_specs,
                 Path(folder) / "rows.jsonl",
                 workers=WORKERS,
-                together=beside,
+                together=runs_per_process,
                 progress=False,
             )
 
-    apart, by_default = median_seconds(
-        time.monotonic, lambda: sweep(1), lambda: sweep(None)
+    unbatched_seconds, default_seconds = median_seconds(
+        time.monotonic, partial(sweep, 1), partial(sweep, None)
     )
-    found = {
-        f"R={n}": round(alone * n / taken, 2)
-        for n, taken in zip(GROUP_SIZES, beside, strict=True)
+
+    speedups = {
+        f"R={count}": round(single_seconds * count / seconds, 2)
+        for count, seconds in zip(BATCH_SIZES, batch_seconds, strict=True)
     }
-    times = {"alone_s": round(alone, 2), "sweep_s": round(apart, 1)}
-    return {**times, **found, "sweep": round(apart / by_default, 2)}
+    return {
+        "alone_s": round(single_seconds, 2),
+        "sweep_s": round(unbatched_seconds, 1),
+        **speedups,
+        "sweep": round(unbatched_seconds / default_seconds, 2),
+    }
 
 
 def main(names: list[str]) -> None:

@@ -16,9 +16,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CHECK = Path(__file__).with_name("compat_check.py")
+
+
+class Combination(NamedTuple):
+    """Result for one combination of Python and torch.
+
+    Attributes:
+        python: requested version of Python.
+        torch: requested version of torch, or "newest".
+        installed: installed version of torch, "-" without one.
+        outcome: "passed: ...", "FAILED: ..." or "skipped: ...".
+    """
+
+    python: str
+    torch: str
+    installed: str
+    outcome: str
 
 
 def _uv() -> str:
@@ -80,82 +97,67 @@ def build(uv: str, folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def combination(
+def check_combination(
     uv: str, wheel: Path, python: str, torch: str, backend: str, links: list[str]
-) -> list[str]:
-    """Check one combination of Python and torch; return its line of the table."""
+) -> Combination:
+    """Install the wheel for one combination of Python and torch, and run the check there."""
     with tempfile.TemporaryDirectory(prefix="cpt-compat-") as name:
-        place = Path(name)
-        there, said = _call(uv, "venv", "-q", "-p", python, place / "venv", cwd=place)
-        if not there:
-            return [
-                python,
-                torch,
-                "-",
-                f"skipped: no Python {python} here ({_reason(said)})",
-            ]
-        wanted = "torch" if torch == "newest" else f"torch=={torch}"
+        folder = Path(name)
+        venv = folder / "venv"
+        is_made, output = _call(uv, "venv", "-q", "-p", python, venv, cwd=folder)
+        if not is_made:
+            outcome = f"skipped: no Python {python} here ({_reason(output)})"
+            return Combination(python, torch, "-", outcome)
+
+        requirement = "torch" if torch == "newest" else f"torch=={torch}"
         source = ["--torch-backend", "cpu"] if backend == "cpu" else []
-        source += [word for folder in links for word in ("--find-links", folder)]
-        package = (
-            f"{wheel}[lab]"  # with the command line, which trains a model of digits
+        for link in links:
+            source += ["--find-links", link]
+        # The extra "lab" has the command line, which trains a model of digits.
+        install = [uv, "pip", "install", "-q", "-p", str(venv), *source]
+        is_installed, output = _call(*install, f"{wheel}[lab]", requirement, cwd=folder)
+        if not is_installed:
+            outcome = f"skipped: {requirement} cannot be installed ({_reason(output)})"
+            return Combination(python, torch, "-", outcome)
+
+        has_passed, output = _call(venv / "bin" / "python", CHECK, cwd=folder)
+        lines = output.splitlines()
+        versions = lines[0].split() if lines else []
+        installed = (
+            versions[versions.index("torch") + 1] if "torch" in versions else "-"
         )
-        install = [
-            uv,
-            "pip",
-            "install",
-            "-q",
-            "-p",
-            str(place / "venv"),
-            *source,
-            package,
-            wanted,
-        ]
-        there, said = _call(*install, cwd=place)
-        if not there:
-            return [
-                python,
-                torch,
-                "-",
-                f"skipped: {wanted} cannot be installed ({_reason(said)})",
-            ]
-        passed, said = _call(place / "venv" / "bin" / "python", CHECK, cwd=place)
-        lines = said.splitlines()
-        words = lines[0].split() if lines else []
-        installed = words[words.index("torch") + 1] if "torch" in words else "-"
-        failed = [line for line in lines if not line.startswith("ok ")][1:] or [
-            _reason(said)
-        ]
-        good = sum(line.startswith("ok ") for line in lines)
-        return [
-            python,
-            torch,
-            installed,
-            f"passed: {good} parts" if passed else f"FAILED: {'; '.join(failed)}",
-        ]
+        if has_passed:
+            count = sum(line.startswith("ok ") for line in lines)
+            return Combination(python, torch, installed, f"passed: {count} parts")
+        failures = [line for line in lines if not line.startswith("ok ")][1:]
+        outcome = f"FAILED: {'; '.join(failures or [_reason(output)])}"
+        return Combination(python, torch, installed, outcome)
 
 
 def main() -> int:
+    """Check all combinations, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", nargs="+", default=["3.11", "3.12", "3.13"])
     parser.add_argument("--torch", nargs="+", default=["2.6.0", "newest"])
     parser.add_argument("--backend", choices=["cpu", "default"], default="cpu")
     parser.add_argument("--find-links", nargs="*", default=[], help="folders of wheels")
     options = parser.parse_args()
-    uv, lines = _uv(), []
+
+    uv, outcomes = _uv(), []
     with tempfile.TemporaryDirectory(prefix="cpt-wheel-") as folder:
         wheel = build(uv, Path(folder))
         for python in options.python:
             for torch in options.torch:
-                lines.append(
-                    combination(
-                        uv, wheel, python, torch, options.backend, options.find_links
-                    )
+                combination = check_combination(
+                    uv, wheel, python, torch, options.backend, options.find_links
                 )
-                print("{:<7} torch {:<8} {:<14} {}".format(*lines[-1]), flush=True)
-    failed = sum(line[3].startswith("FAILED") for line in lines)
-    passed = sum(line[3].startswith("passed") for line in lines)
-    print(f"{passed} passed, {failed} failed, {len(lines) - passed - failed} skipped")
+                print("{:<7} torch {:<8} {:<14} {}".format(*combination), flush=True)
+                outcomes.append(combination.outcome)
+
+    failed = sum(outcome.startswith("FAILED") for outcome in outcomes)
+    passed = sum(outcome.startswith("passed") for outcome in outcomes)
+    skipped = len(outcomes) - passed - failed
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return min(failed, 1)
 
 

@@ -65,10 +65,7 @@ def main() -> None:
             "commits": sorted(commit for commit, _ in sources),
             "data_checksum": sorted({row["data_checksum"] for row in rows}),
             "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
-            "effects": {
-                one.replication.description: list(one.replication.values)
-                for one in effects
-            },
+            "effects": {effect.now.what: list(effect.now.values) for effect in effects},
         }
     write_text(
         path,

@@ -140,7 +140,7 @@ def torture(
     """Kill ``kills`` times, over as many sweeps as needed; raise AssertionError if anything is lost.
 
     Returns:
-        How often each kind of kill was done, and "resumed": runs that went on from a checkpoint.
+        Number of kills by kind, and "resumed": runs that continued from a checkpoint.
     """
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
@@ -150,61 +150,66 @@ def torture(
         (folder / "specs.json").write_text(
             json.dumps([spec.to_dict() for spec in specs])
         )
+
         began = time.monotonic()
         run_grid(specs, folder / "calm" / "rows.jsonl", workers=0)
         span = time.monotonic() - began
         expected = row_numbers(folder / "calm" / "rows.jsonl")
         assert len(expected) == len(specs)
         report(f"undisturbed: {len(specs)} runs in {span:.1f} s")
-        round_, struck = 0, 0
-        while struck < kills:
-            round_ += 1
-            store = folder / f"round{round_}" / "rows.jsonl"
+
+        num_rounds = num_kills = 0
+        while num_kills < kills:
+            num_rounds += 1
+            store = folder / f"round{num_rounds}" / "rows.jsonl"
             sweep = start(folder / "specs.json", store)
             while True:
-                if struck < kills and sweep.poll() is None:
+                if num_kills < kills and sweep.poll() is None:
                     time.sleep(rng.random() * span / 6)
-                    kind = KINDS[struck % len(KINDS)]
+                    kind = KINDS[num_kills % len(KINDS)]
                     if sweep.poll() is None and strike(kind, sweep, store, rng):
-                        struck += 1
+                        num_kills += 1
                         counts[kind] += 1
-                if (
-                    struck >= kills
-                    or sweep.poll() is not None
-                    or kind not in ("run", "writer")
-                ):
-                    status = sweep.wait()
-                    if status == 0:
-                        status_by_key = {
-                            row["key"]: row["status"] for row in stores.load_rows(store)
-                        }
-                        if (
-                            len(status_by_key) == len(specs)
-                            and "failed" not in status_by_key.values()
-                        ):
-                            break
-                    sweep = start(folder / "specs.json", store)
-            lines = [json.loads(line) for line in store.read_text().splitlines()]
-            finished = Counter(
-                line["key"] for line in lines if line["status"] != "failed"
-            )
-            assert set(finished) == set(expected), "a row was lost"
-            assert set(finished.values()) == {1}, (
-                f"a run was done twice: {finished.most_common(3)}"
-            )
-            assert row_numbers(store) == expected, "a resumed run differs"
-            leftovers = [p.name for p in (store.parent / "rows.checkpoints").glob("*")]
-            assert not leftovers, leftovers
-            assert {
-                p.stem: (p.stat().st_size, holder(p)) for p in claims(store)
-            } == dict.fromkeys(expected, (0, None))
+                is_running = num_kills < kills and sweep.poll() is None
+                if is_running and kind in ("run", "writer"):
+                    continue
+                if sweep.wait() == 0 and is_complete(store, len(specs)):
+                    break
+                sweep = start(folder / "specs.json", store)
+
+            check_store(store, expected)
             for log in (store.parent / "rows.logs").glob("*.log"):
                 counts["resumed"] += log.read_text().count("goes on from step")
+            lines = [json.loads(line) for line in store.read_text().splitlines()]
             counts["failed rows"] += sum(line["status"] == "failed" for line in lines)
             report(
-                f"round {round_}: {struck} kills so far, all {len(specs)} rows there once and the same; {dict(counts)}"
+                f"round {num_rounds}: {num_kills} kills so far, all {len(specs)} rows there once and the same; "
+                f"{dict(counts)}"
             )
     return counts
+
+
+def is_complete(store: Path, num_runs: int) -> bool:
+    """Return whether a store has the rows of all runs, and no run failed in the end."""
+    status_by_key = {row["key"]: row["status"] for row in stores.load_rows(store)}
+    has_failures = "failed" in status_by_key.values()
+    return len(status_by_key) == num_runs and not has_failures
+
+
+def check_store(store: Path, expected: dict[str, tuple[str, str]]) -> None:
+    """Assert that a store has every row once with the expected numbers, and no leftovers."""
+    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    finished = Counter(line["key"] for line in lines if line["status"] != "failed")
+    assert set(finished) == set(expected), "a row was lost"
+    assert set(finished.values()) == {1}, (
+        f"a run was done twice: {finished.most_common(3)}"
+    )
+    assert row_numbers(store) == expected, "a resumed run differs"
+
+    leftovers = [path.name for path in (store.parent / "rows.checkpoints").glob("*")]
+    assert not leftovers, leftovers
+    locks = {path.stem: (path.stat().st_size, holder(path)) for path in claims(store)}
+    assert locks == dict.fromkeys(expected, (0, None))
 
 
 def main() -> None:

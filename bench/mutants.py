@@ -85,9 +85,9 @@ def read_mutants(path: Path = TABLE) -> list[Mutant]:
     """Return the mutants of a TOML file, which has a table per source file and a line per mutant."""
     files = tomllib.loads(path.read_text(encoding="utf-8"))
     return [
-        Mutant(file, what, before, after, tuple(tests))
+        Mutant(file, description, before, after, tuple(tests))
         for file, mutants in files.items()
-        for what, (before, after, *tests) in mutants.items()
+        for description, (before, after, *tests) in mutants.items()
     ]
 
 
@@ -282,11 +282,9 @@ def main() -> None:
         mutants = make_mutants(options.changed) if options.changed else read_mutants()
     except ValueError as error:
         sys.exit(str(error))
-    selected = [
-        m
-        for m in mutants
-        if not options.only or any(word in str(m) for word in options.only)
-    ]
+    selected = mutants
+    if options.only:
+        selected = [m for m in mutants if any(word in str(m) for word in options.only)]
     if not selected and options.changed:
         sys.exit(f"nothing to change in the lines that {options.changed} does not have")
     if not selected:

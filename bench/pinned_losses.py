@@ -156,18 +156,18 @@ def _digest(text: bytes) -> str:
 
 
 def find_changes(
-    pinned: Pinned, stored: dict[str, Any], same_machine: bool
+    pinned: Pinned, stored_run: dict[str, Any], same_machine: bool
 ) -> list[str]:
     """Return the differences from a stored run: noise keys and first loss; on its own machine, all losses."""
     changes = []
-    if pinned.noise_keys != stored["noise_keys"]:
+    if pinned.noise_keys != stored_run["noise_keys"]:
         changes.append("the noise keys of its layers changed")
-    pairs = list(zip(pinned.losses, stored["losses"], strict=True))
+    pairs = list(zip(pinned.losses, stored_run["losses"], strict=True))
     if same_machine:
         changes += [
-            f"loss {i} is {now!r}, it was {was!r}"
-            for i, (now, was) in enumerate(pairs, 1)
-            if now != was
+            f"loss {i} is {loss!r}, it was {old_loss!r}"
+            for i, (loss, old_loss) in enumerate(pairs, 1)
+            if loss != old_loss
         ][:3]
     elif abs(pairs[0][0] / pairs[0][1] - 1) > FIRST_LOSS:
         changes.append(
@@ -220,11 +220,11 @@ def main() -> int:
             "runs": runs,
         }
     if FILE.exists():
-        stored = json.loads(FILE.read_text(encoding="utf-8"))
+        old_content = json.loads(FILE.read_text(encoding="utf-8"))
         if (
-            stored["numerics"] == NUMERICS
-            and stored["machine"] == content["machine"]
-            and stored != content
+            old_content["numerics"] == NUMERICS
+            and old_content["machine"] == content["machine"]
+            and old_content != content
         ):
             print(
                 f"the numbers changed, and NUMERICS is still {NUMERICS}: raise it in cpt_core/numerics.py first"

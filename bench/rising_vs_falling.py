@@ -49,12 +49,16 @@ RECIPES: dict[str, Recipe] = {
 
 
 def order_bits(order: str, high: int, steps: int) -> TableSchedule:
-    """Return a schedule with ``high`` of ``steps`` at ``HIGH`` bits, the others at ``LOW``, in an order."""
+    """Return a schedule with ``high`` of ``steps`` at ``HIGH`` bits, the rest at ``LOW``, in an order."""
     if order == "even":
-        highs = [(t + 1) * high // steps > t * high // steps for t in range(steps)]
-        return TableSchedule(tuple((HIGH if h else LOW, 1) for h in highs))
-    runs = ((LOW, steps - high), (HIGH, high))
-    return TableSchedule(runs if order == "rising" else runs[::-1])
+        entries = []
+        for step in range(steps):
+            is_high = (step + 1) * high // steps > step * high // steps
+            entries.append((HIGH if is_high else LOW, 1))
+        return TableSchedule(tuple(entries))
+
+    rising = ((LOW, steps - high), (HIGH, high))
+    return TableSchedule(rising if order == "rising" else rising[::-1])
 
 
 def arms(recipe: Recipe) -> dict[str, Schedule]:

@@ -241,11 +241,12 @@ def precision_search(n: int, folder: Path) -> Call:
 def allocation(n: int, folder: Path) -> Call:
     """Return a call that allocates bits over n windows and n groups."""
     rng = np.random.default_rng(0)
-    windows, groups = (
-        tuple((100 * i, 100 * i + 100) for i in range(n)),
-        tuple((f"{i}",) for i in range(n)),
-    )
-    responses = [tuple(tuple(1 + rng.random(n)) for _ in range(2)) for _ in range(2)]
+    windows = tuple((100 * i, 100 * i + 100) for i in range(n))
+    groups = tuple((f"{i}",) for i in range(n))
+
+    def random_responses() -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(1 + rng.random(n)) for _ in range(2))
+
     measured = cpt.search.Sensitivity(
         "a model",
         "loss",
@@ -256,7 +257,8 @@ def allocation(n: int, folder: Path) -> Call:
         (16,) * n,
         (0, 1),
         (1.0, 1.1),
-        *responses,
+        random_responses(),
+        random_responses(),
     )
     return lambda: cpt.search.allocate(measured, 0.7, q_min=3, q_max=8, over="time")
 
@@ -264,8 +266,8 @@ def allocation(n: int, folder: Path) -> Call:
 # --- graphs -----------------------------------------------------------------------------------------------------------
 def edges(n: int) -> tuple[Tensor, Tensor]:
     """Return 8 n edges of n nodes."""
-    made = torch.Generator().manual_seed(0)
-    source, target = torch.randint(n, (2, 8 * n), generator=made)
+    generator = torch.Generator().manual_seed(0)
+    source, target = torch.randint(n, (2, 8 * n), generator=generator)
     return source, target
 
 
@@ -276,9 +278,9 @@ def graph(n: int) -> Any:
 
 def graph_layer(layer: Callable[[int, int], nn.Module], n: int, folder: Path) -> Call:
     """Return a forward and backward pass of a quantised graph layer."""
-    model, made, x = cpt.quantize_(layer(4, 4)), graph(n), torch.ones(n, 4)
+    model, layer_graph, x = cpt.quantize_(layer(4, 4)), graph(n), torch.ones(n, 4)
     cpt.PrecisionScheduler(model, cyclic(64))
-    return lambda: model(made, x).sum().backward()
+    return lambda: model(layer_graph, x).sum().backward()
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -354,8 +356,8 @@ def collect_notebooks(n: int, folder: Path) -> Call:
 
     from cpt_lessons.submissions import read_submissions
 
-    said = "".join(f"exercise 1.{i}: correct\n" for i in range(4))
-    cell = {"cell_type": "code", "source": ["a"], "outputs": [{"text": [said]}]}
+    output = "".join(f"exercise 1.{i}: correct\n" for i in range(4))
+    cell = {"cell_type": "code", "source": ["a"], "outputs": [{"text": [output]}]}
     for i in range(n):
         path = folder / f"class{n}" / f"student{i}" / "03.ipynb"
         path.parent.mkdir(parents=True)
@@ -376,8 +378,8 @@ def read_text(n: int, folder: Path) -> Call:
                 for i in range(20 * part)
             )
         )
-    made = recipe("smoke", str(folder), task="language_model")
-    return partial(load_text, replace(made, batch=2))
+    text_recipe = recipe("smoke", str(folder), task="language_model")
+    return partial(load_text, replace(text_recipe, batch=2))
 
 
 def read_graph(n: int, folder: Path) -> Call:
@@ -414,9 +416,9 @@ def read_images(n: int, folder: Path) -> Call:
         path = folder / "pictures" / ("cat", "dog")[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).save(path)
-    made = recipe("smoke", str(folder / "pictures"), task="image")
+    image_recipe = recipe("smoke", str(folder / "pictures"), task="image")
     return partial(
-        load_images, replace(made, size=12, valid_images=0, train_images=None)
+        load_images, replace(image_recipe, size=12, valid_images=0, train_images=None)
     )
 
 
@@ -654,9 +656,9 @@ CASES = {
 
 def make_call(case: Case, n: int, folder: Path) -> Call:
     """Return the call of a case at size n, with a new folder for its files."""
-    own = folder / str(n)
-    own.mkdir(parents=True)
-    return case.make(n, own)
+    case_folder = folder / str(n)
+    case_folder.mkdir(parents=True)
+    return case.make(n, case_folder)
 
 
 def seconds(case: Case, n: int, folder: Path) -> float:

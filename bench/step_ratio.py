@@ -74,9 +74,9 @@ SMALL_BERT = {
 class Encoder(nn.Module):
     """One layer of BERT-base, or an encoder of given sizes."""
 
-    def __init__(self, **given: int) -> None:
+    def __init__(self, **sizes: int) -> None:
         super().__init__()
-        config = BertConfig(**{"num_hidden_layers": 1, "vocab_size": 2, **given})
+        config = BertConfig(**{"num_hidden_layers": 1, "vocab_size": 2, **sizes})
         self.bert = BertModel(config, add_pooling_layer=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -296,60 +296,56 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
-    print(
-        f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}"
-    )
-    print(
-        f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{backend()}"
-    )
-    last = [
-        "compiled",
-        *INT8,
-        AUTOCAST,
-        *(TORCHAO if importlib.util.find_spec("torchao") else ()),
-    ]
-    ways = ["reference", *([backend().cpu] if backend().cpu != "reference" else [])]
-    print(
-        f"{'times a float32 step: median (minimum)':<49}"
-        + "".join(f"{way:>15}" for way in [*ways, *last])
-    )
+
+    is_tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
+    thresholds = "set" if is_tuned else "NOT set (see Makefile)"
+    print(f"torch {torch.__version__}, 1 thread, allocator thresholds {thresholds}")
+    load = os.getloadavg()[0]
+    print(f"load of the machine {load:.1f} on {os.cpu_count()} cores\n{backend()}")
+
+    backends = ["reference"]
+    if backend().cpu != "reference":
+        backends.append(backend().cpu)
+    columns = [*backends, "compiled", *INT8, AUTOCAST]
+    if importlib.util.find_spec("torchao"):
+        columns += TORCHAO
+    head = "".join(f"{column:>15}" for column in columns)
+    print(f"{'times a float32 step: median (minimum)':<49}{head}")
+
     for name, case in CASES.items():
         if options.only not in name:
             continue
-        torch.manual_seed(0)
-        inputs = case.inputs()
-        variants = {("float32", ""): stepper(case.make(), inputs)}
-        for key, config in case.configs.items():
-            tried = [
-                *ways,
-                *(["compiled"] if case.compiled and not options.fast else []),
-                *INT8,
-            ]
-            variants |= {
-                (key, way): stepper(case.make(), inputs, config, way) for way in tried
-            }
-        variants |= {
-            ("", way): stepper(case.make(), inputs, None, way)
-            for way in comparable_variants(case.make())
-        }
-        times = measure(variants, case.rounds)
-        base = times["float32", ""]
-        for key in case.configs:
-            told = f"{name}, {key}" if key else name
-            found = [
-                times.get((key, way), times.get(("", way))) for way in [*ways, *last]
-            ]
-            cells = [ratio(seconds, base) if seconds else "-" for seconds in found]
-            milliseconds = (
-                f"{statistics.median(base) * 1e3:.1f} ({min(base) * 1e3:.1f}) ms"
-            )
+        times = time_case(case, backends, with_compiled=not options.fast)
+        float32 = times["float32", ""]
+        median_ms, min_ms = statistics.median(float32) * 1e3, min(float32) * 1e3
+        for config_name in case.configs:
+            title = f"{name}, {config_name}" if config_name else name
+            cells = []
+            for column in columns:
+                seconds = times.get((config_name, column), times.get(("", column)))
+                cells.append(ratio(seconds, float32) if seconds else "-")
+            line = "".join(f"{cell:>15}" for cell in cells)
             print(
-                f"{told:<49}"
-                + "".join(f"{c:>15}" for c in cells)
-                + f"   float32 {milliseconds}",
+                f"{title:<49}{line}   float32 {median_ms:.1f} ({min_ms:.1f}) ms",
                 flush=True,
             )
+
+
+def time_case(
+    case: Case, backends: list[str], with_compiled: bool
+) -> dict[tuple[str, str], list[float]]:
+    """Return the seconds of every step of a case, by (name of the config, variant)."""
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    steps = {("float32", ""): stepper(case.make(), inputs)}
+    compiled = ["compiled"] if case.compiled and with_compiled else []
+    for config_name, config in case.configs.items():
+        for variant in (*backends, *compiled, *INT8):
+            step = stepper(case.make(), inputs, config, variant)
+            steps[config_name, variant] = step
+    for variant in comparable_variants(case.make()):
+        steps["", variant] = stepper(case.make(), inputs, None, variant)
+    return measure(steps, case.rounds)
 
 
 if __name__ == "__main__":

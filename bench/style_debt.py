@@ -84,12 +84,14 @@ def find_violations() -> Debt:
 
 def format_debt(debt: Debt) -> str:
     """Return the lines of a debt list: one per file, files and rules sorted."""
-    files: dict[str, list[str]] = {}
+    rules_by_file: dict[str, list[str]] = {}
     for file, rule in sorted(debt):
-        files.setdefault(file, []).append(rule)
-    return "".join(
-        f"{json.dumps(file)} = {json.dumps(rules)}\n" for file, rules in files.items()
-    )
+        rules_by_file.setdefault(file, []).append(rule)
+
+    lines = []
+    for file, rules in rules_by_file.items():
+        lines.append(f"{json.dumps(file)} = {json.dumps(rules)}\n")
+    return "".join(lines)
 
 
 def main() -> int:
@@ -99,10 +101,10 @@ def main() -> int:
     )
     parser.add_argument("--add", action="store_true", help="List new violations too.")
     allow_new = parser.parse_args().add
-    listed, violations = listed_debt(), find_violations()
-    remaining = violations if allow_new else violations & listed
-    CONFIG.write_text(split_config()[0] + format_debt(remaining), encoding="utf-8")
-    print(f"style debt: {len(listed)} before, {len(remaining)} now")
+    old_debt, violations = listed_debt(), find_violations()
+    new_debt = violations if allow_new else violations & old_debt
+    CONFIG.write_text(split_config()[0] + format_debt(new_debt), encoding="utf-8")
+    print(f"style debt: {len(old_debt)} before, {len(new_debt)} now")
     return 0
 
 

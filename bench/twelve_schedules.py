@@ -34,7 +34,8 @@ def draw_cycles(random: np.random.Generator) -> np.ndarray | None:
     shares = np.array(
         [random.dirichlet(MIXES[random.integers(len(MIXES))]) for _ in TOP]
     )
-    lowest = np.array([random.integers(0, 18) for _ in TOP]) * (random.random(2) < 0.6)
+    lowest = np.array([random.integers(0, 18) for _ in TOP])
+    lowest[random.random(2) >= 0.6] = 0
     counts = np.zeros((2, 7), int)
     for c, top in enumerate(TOP):
         counts[c, 0] = lowest[c]
@@ -120,10 +121,10 @@ def search() -> list[np.ndarray]:
 
 
 if __name__ == "__main__":
-    found = search()
-    for counts in found:
+    schedules = search()
+    for counts in schedules:
         noise, share, date = measures(counts)
         print(
             f"{counts.tolist()}  noise {np.exp(noise):.0f}, share at 2 bits {share:.3f}, date {date:.3f}"
         )
-    raise SystemExit(0 if np.array_equal(found, EQUAL_COST_CYCLES) else 1)
+    raise SystemExit(0 if np.array_equal(schedules, TWELVE) else 1)

@@ -22,7 +22,7 @@ import multiprocessing
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -90,16 +90,13 @@ def count_macs(name: str, args: Any, out: Tensor) -> int:
     """Return the multiply-accumulates of a matmul or convolution, from its shapes."""
     a, b = (args[i] for i in OPERANDS[name][:2])
     if name == "convolution":
-        return (
-            (a if args[6] else out).numel()
-            // (a if args[6] else out).shape[1]
-            * b.numel()
-        )
+        is_transposed = args[6]
+        image = a if is_transposed else out
+        return image.numel() // image.shape[1] * b.numel()
     if name.startswith("_scaled"):
         return a.numel() * b.shape[-2] + out.numel() * b.shape[-2]
-    if (
-        name == "_trilinear"
-    ):  # of nn.Bilinear: every pair of inputs for every output, then a sum over the second input
+    if name == "_trilinear":
+        # nn.Bilinear multiplies every pair of inputs for every output, and sums over the second input.
         return b.numel() * (a.numel() // a.shape[-1]) + out.numel() * args[2].shape[-1]
     if name == "_grouped_mm":
         return a.numel() * b.shape[-1]
@@ -114,28 +111,33 @@ def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None
     A slice is a row or a column; for an ``image`` the whole operand, for a ``kernel`` a channel.
     """
     x = x.detach().float()
-    runs = [
-        next((n for n in range(MIN_SLICE, size) if size % n == 0), max(1, size))
-        for size in x.shape
-    ]
-    ways = [
-        x.reshape(1, -1),
-        *(x.movedim(dim, -1).reshape(-1, run) for dim, run in enumerate(runs)),
-    ]
-    ways += [x.movedim(dim, 0).reshape(x.shape[dim], -1) for dim in range(x.dim())]
-    for way in ways:
-        if way.shape[1] >= MIN_SLICE:
-            ordered = torch.cat([way, torch.zeros(len(way), 1)], 1).sort(1).values
-            if int((ordered.diff(dim=1) != 0).sum(1).max()) <= VALUES:
-                return True
-    slices = (
-        (x.numel(),)
-        if image
-        else (x[0].numel(), x[:, 0].numel())
-        if kernel
-        else x.shape[-2:]
-    )
-    return False if x.numel() >= MIN_OPERAND and min(slices) >= MIN_SLICE else None
+    for numbers in _possible_ranges(x):
+        if numbers.shape[1] < MIN_SLICE:
+            continue
+        zero = torch.zeros(len(numbers), 1)
+        ordered = torch.cat([numbers, zero], 1).sort(1).values
+        num_changes = (ordered.diff(dim=1) != 0).sum(1)
+        if int(num_changes.max()) <= VALUES:
+            return True
+
+    slice_sizes: tuple[int, ...] = tuple(x.shape[-2:])
+    if image:
+        slice_sizes = (x.numel(),)
+    elif kernel:
+        slice_sizes = (x[0].numel(), x[:, 0].numel())
+    is_large = x.numel() >= MIN_OPERAND and min(slice_sizes) >= MIN_SLICE
+    return False if is_large else None
+
+
+def _possible_ranges(x: Tensor) -> Iterator[Tensor]:
+    """Yield an operand as matrices whose rows may each have had one range: all of it, runs, and slices."""
+    yield x.reshape(1, -1)
+    for dim, size in enumerate(x.shape):
+        divisors = (n for n in range(MIN_SLICE, size) if size % n == 0)
+        run = next(divisors, max(1, size))
+        yield x.movedim(dim, -1).reshape(-1, run)
+    for dim in range(x.dim()):
+        yield x.movedim(dim, 0).reshape(x.shape[dim], -1)
 
 
 class Watcher(TorchDispatchMode):
@@ -164,38 +166,47 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if (
-            loop := MATMUL_OPERATORS.get(func._schema.name)
-        ) is not None:  # a whole recurrence: its products one by one
+        plain_operator = MATMUL_OPERATORS.get(func._schema.name)
+        if plain_operator is not None:  # its matmuls are then seen one by one
             with self:
-                return loop(*args, **(kwargs or {}))
+                return plain_operator(*args, **(kwargs or {}))
+
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2].removesuffix("_")
         if name in FUSED:
             self.unknown.add(name)
-        if name in OPERANDS:
-            operands = [args[i] for i in OPERANDS[name]]
-            if all(
-                x.numel() and x.is_floating_point() and x.layout == torch.strided
-                for x in operands
-            ):
-                image = name == "convolution"
-                seen = [
-                    on_grid(x, image and i == 0, image and i == 1)
-                    for i, x in enumerate(operands)
-                    if self.looks
-                ]
-                found = False if False in seen else None if None in seen else True
-                result = out[0] if isinstance(out, tuple) else out
-                self.macs[self.path[-1] if self.path else "", name, found] += (
-                    count_macs(name, args, result)
-                )
+        if name not in OPERANDS:
+            return out
+
+        operands = [args[i] for i in OPERANDS[name]]
+        if all(_is_dense_float(x) for x in operands):
+            module = self.path[-1] if self.path else ""
+            result = out[0] if isinstance(out, tuple) else out
+            key = module, name, self._all_on_grid(name, operands)
+            self.macs[key] += count_macs(name, args, result)
         return out
 
+    def _all_on_grid(self, name: str, operands: list[Tensor]) -> bool | None:
+        """Return whether all operands of a matmul are on a grid; None if some cannot be told."""
+        if not self.looks:
+            return True
+        is_convolution = name == "convolution"
+        answers = [
+            on_grid(x, is_convolution and i == 0, is_convolution and i == 1)
+            for i, x in enumerate(operands)
+        ]
+        if False in answers:
+            return False
+        return None if None in answers else True
 
-def total_loss(found: Any) -> Tensor:
+
+def _is_dense_float(x: Tensor) -> bool:
+    return bool(x.numel() and x.is_floating_point() and x.layout == torch.strided)
+
+
+def total_loss(outputs: Any) -> Tensor:
     """Return the sum of all outputs of a model, as a loss."""
-    parts = [y for y in tensors_in(found) if y.requires_grad]
+    parts = [y for y in tensors_in(outputs) if y.requires_grad]
     return torch.stack([y.double().mean() for y in parts]).sum()
 
 
@@ -214,15 +225,19 @@ def loss_and_gradients(
 
 
 def equal(first: list[Tensor], second: list[Tensor], slack: float = 0.0) -> bool:
-    """Return whether two lists of tensors are equal; NaN equals NaN."""
+    """Return whether two lists of tensors are equal; NaN equals NaN.
+
+    ``slack`` is the allowed norm of a difference, relative to the larger tensor.
+    """
     if len(first) != len(second):
         return False
-    return all(
-        torch.equal(a.nan_to_num(), b.nan_to_num())
-        or float((a - b).norm())
-        <= slack * float(torch.stack([a.norm(), b.norm()]).max())
-        for a, b in zip(first, second, strict=True)
-    )
+    for a, b in zip(first, second, strict=True):
+        if torch.equal(a.nan_to_num(), b.nan_to_num()):
+            continue
+        larger_norm = float(torch.stack([a.norm(), b.norm()]).max())
+        if not float((a - b).norm()) <= slack * larger_norm:
+            return False
+    return True
 
 
 # --- uses of a model: each takes a converted model, its original and inputs, and returns whether the result was right
@@ -311,11 +326,11 @@ def average_needs_bits(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bo
         average(*inputs)
     except RuntimeError as refusal:
         with cpt.precision(average, 8, 8), cpt.precision(twin, 8, 8):
-            same = equal(
+            is_equal = equal(
                 loss_and_gradients(twin, twin, inputs),
                 loss_and_gradients(average.module, average.module, inputs),
             )
-        return same and "copy" in str(refusal)
+        return is_equal and "copy" in str(refusal)
     return False
 
 
@@ -328,6 +343,13 @@ LOOPS: dict[str, Callable[[nn.Module, nn.Module, Inputs], bool]] = {
     "resume": resumed_is_equal,
     "EMA": average_needs_bits,
 }
+# Uses that a float32 model supports as well.
+FLOAT32_LOOPS = (
+    deepcopy_is_equal,
+    compiled_is_equal,
+    checkpointed_is_equal,
+    accumulation_adds_up,
+)
 
 
 def train_steps(model: nn.Module, inputs: Inputs, steps: int) -> tuple[bool, Any]:
@@ -369,14 +391,12 @@ def try_model(
     torch.manual_seed(0)
     plain, inputs = make()
     plain.train(library != "torch_geometric")
-    for module in plain.modules():  # noise of their own would hide what is compared
-        for chance in ("p", "drop_prob", "attention_dropout", "dropout"):
-            if isinstance(getattr(module, chance, None), float):
-                setattr(module, chance, 0.0)
+    _switch_off_dropout(plain)
     row["parameters"] = sum(p.numel() for p in plain.parameters())
+
     with warnings.catch_warnings(
         record=True, action="always", category=cpt.QuantizationWarning
-    ) as said:
+    ) as caught_warnings:
         try:
             model = cpt.quantize_(copy.deepcopy(plain), NEAREST)
         except ValueError as refusal:
@@ -385,55 +405,73 @@ def try_model(
         torch.manual_seed(1)
         checked = cpt.check(model, inputs, invariances=False)
         row["finite"] = train_steps(copy.deepcopy(model), inputs, 3)[0]
-        counted = watch_forward(
-            model, inputs, CHECK_BITS, looks=False
-        )  # how many proposals a detector has depends on the bits
-    every, judged = (
-        sum(watcher.macs.values()),
-        {k: n for k, n in watcher.macs.items() if k[2] is not None},
-    )
-    plainly = {k: n for k, n in judged.items() if not k[2]}
-    named = {str(w.message) for w in said if w.category is cpt.QuantizationWarning}
-    missed = {p.layer for p in checked.float32}
-    silent = {k[0] for k in plainly} - missed
+        # The number of proposals of a detector depends on the bits, so MACs are counted at the bits of check.
+        counter = watch_forward(model, inputs, CHECK_BITS, looks=False)
+
+    messages = {
+        str(warning.message)
+        for warning in caught_warnings
+        if warning.category is cpt.QuantizationWarning
+    }
+    decided_macs = {key: n for key, n in watcher.macs.items() if key[2] is not None}
+    undecided_macs = sum(n for key, n in watcher.macs.items() if key[2] is None)
+    float32_macs = {key: n for key, n in decided_macs.items() if not key[2]}
+    float32_layers = {module for module, _, _ in float32_macs}
+    silent_layers = float32_layers - {part.layer for part in checked.float32}
+
     row |= {
-        "macs": sum(counted.macs.values()),
+        "macs": sum(counter.macs.values()),
         "macs of check": sum(p.macs for p in checked.operations if not p.backward),
-        "share": 1 - sum(plainly.values()) / max(1, sum(judged.values())),
+        "share": 1 - sum(float32_macs.values()) / max(1, sum(decided_macs.values())),
         "share of check": checked.quantized_share,
-        "undecided": sum(n for k, n in watcher.macs.items() if k[2] is None)
-        / max(1, every),
+        "undecided": undecided_macs / max(1, sum(watcher.macs.values())),
         "float32": {
-            f"{module or '(model)'}: {product}": n
-            for (module, product, _), n in plainly.items()
+            f"{module or '(model)'}: {matmul}": n
+            for (module, matmul, _), n in float32_macs.items()
         },
-        "silent": sorted(silent),
+        "silent": sorted(silent_layers),
         "unknown": sorted(watcher.unknown),
-        "said": " ".join(sorted(named)),
+        "said": " ".join(sorted(messages)),
         "price": cpt.count_bitops(
             model, inputs, cpt.make_schedule("STATIC", q_max=4, total_steps=1)
         ).relative_to_float32,
     }
-    row["outcome"] = "silent" if silent else "in part" if plainly else "whole"
+    if silent_layers:
+        row["outcome"] = "silent"
+    elif float32_macs:
+        row["outcome"] = "in part"
     row["loops"] = dict.fromkeys(LOOPS)
-    for loop, right in LOOPS.items() if loops else ():
-        row["loops"][loop] = _run_loop(right, model, plain, inputs)
-        if row["loops"][loop] is not True and right in (
-            deepcopy_is_equal,
-            compiled_is_equal,
-            checkpointed_is_equal,
-            accumulation_adds_up,
-        ):
-            if (
-                _run_loop(right, plain, plain, inputs) is not True
-            ):  # nor is it without quantisation
-                row["loops"][loop] = None
+    if loops:
+        row["loops"] = _try_loops(model, plain, inputs)
     return row
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    """Set all dropout to 0: its noise would hide the differences that are compared."""
+    for module in model.modules():
+        for name in ("p", "drop_prob", "attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _try_loops(
+    model: nn.Module, plain: nn.Module, inputs: Inputs
+) -> dict[str, bool | str | None]:
+    """Return the result of every use of a model; None where the float32 model fails, too."""
+    results: dict[str, bool | str | None] = {}
+    for name, loop in LOOPS.items():
+        results[name] = _run_loop(loop, model, plain, inputs)
+        if results[name] is True or loop not in FLOAT32_LOOPS:
+            continue
+        if _run_loop(loop, plain, plain, inputs) is not True:
+            results[name] = None
+    return results
 
 
 def _run_loop(
     loop: Callable[..., bool], model: nn.Module, plain: nn.Module, inputs: Inputs
 ) -> bool | str:
+    """Return the result of one use of a model, or its error as text."""
     try:
         return loop(copy.deepcopy(model), copy.deepcopy(plain), inputs)
     except Exception as problem:

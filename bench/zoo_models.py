@@ -27,13 +27,9 @@ class CallWith(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Call the model, and return the selected part of its output."""
         output = self.model(*inputs, **self.options)
-        return (
-            getattr(output, self.part)
-            if self.part
-            else output[0]
-            if isinstance(output, tuple)
-            else output
-        )
+        if self.part:
+            return getattr(output, self.part)
+        return output[0] if isinstance(output, tuple) else output
 
 
 class LinearBefore(nn.Module):

@@ -51,7 +51,7 @@ def declared_parameters(source: str) -> list[Parameter]:
     Args:
         source: assignments of literals, with or without a type, each with a comment behind it or without.
 
-    >>> declared("q_max: list = [8]  # [6, 8] for both halves")
+    >>> declared_parameters("q_max: list = [8]  # [6, 8] for both halves")
     [Parameter(name='q_max', type='list', default='[8]', comment='[6, 8] for both halves')]
     """
     comments: dict[int, str] = {}

@@ -202,7 +202,7 @@ def task(name: str, device: str) -> dict[str, Any]:
     spec = run_spec(base, "CR", q_max=8, seed=0, scale="smoke")
     kind = load_task_class(spec)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        uninterrupted, repeated = (train(kind, spec, device=device) for _ in range(2))
+        uninterrupted, second_run = (train(kind, spec, device=device) for _ in range(2))
         cpu_difference = abs(_first_loss(base, device) - _first_loss(base, "cpu"))
         with tempfile.TemporaryDirectory() as folder:
             file, steps_done = Path(folder) / "run.pt", iter(range(STEPS))
@@ -218,32 +218,28 @@ def task(name: str, device: str) -> dict[str, Any]:
                 pass
             resumed = train(kind, spec, device=device, checkpoint=file)
 
-    def apart(a: list[float], b: list[float]) -> float:
-        return max(abs(x - y) for x, y in zip(a, b, strict=True))
+    def largest_difference(other: Any) -> float:
+        pairs = zip(losses, other.history["loss"], strict=True)
+        return max(abs(x - y) for x, y in pairs)
 
     losses = uninterrupted.history["loss"]
-    repeat_difference, resumed_difference = (
-        apart(losses, repeated.history["loss"]),
-        apart(losses, resumed.history["loss"]),
-    )
+    repeat_difference = largest_difference(second_run)
+    resumed_difference = largest_difference(resumed)
     details: dict[str, Any] = {
         "first_to_cpu": cpu_difference,
         "repeat": repeat_difference,
         "resumed": resumed_difference,
         "captured": uninterrupted.captured,
-        "why_not_captured": uninterrupted.why_not_captured,
+        "why_not_captured": uninterrupted.uncaptured_reason,
     }
-    faults = [
-        f"the first loss is {cpu_difference:.2g} from the CPU's"
-        if cpu_difference > 1e-3
-        else "",
-        f"the resumed run is {resumed_difference:.2g} from the whole one"
-        if resumed_difference > 1e-5 + 3 * repeat_difference
-        else "",
-    ]
-    return details | (
-        {"failed": "; ".join(filter(None, faults))} if any(faults) else {}
-    )
+    faults = []
+    if cpu_difference > 1e-3:
+        faults.append(f"the first loss is {cpu_difference:.2g} from the CPU's")
+    if resumed_difference > 1e-5 + 3 * repeat_difference:
+        faults.append(f"the resumed run is {resumed_difference:.2g} from the whole one")
+    if faults:
+        details["failed"] = "; ".join(faults)
+    return details
 
 
 def _first_loss(base: Recipe, device: str) -> float:

@@ -34,23 +34,19 @@ WARM_UP = 5  # the captured kind records its step after three
 
 def check_stages(options: Options) -> dict[str, Stage]:
     """Return the stages of the part "checks": tests that need CUDA, and comparisons with the CPU."""
-    return {
-        "versions": partial(checks.versions, options.device),
+    device = options.device
+    stages: dict[str, Stage] = {
+        "versions": partial(checks.versions, device),
         "tests": partial(_tests, options),
-        "quantisers": partial(checks.quantisers, options.device),
-        **{
-            f"layer {name}": partial(checks.layer, name, options.device)
-            for name in checks.LAYERS
-        },
-        **{
-            f"layer {name} on codes": partial(checks.layer, name, options.device, True)
-            for name in checks.LAYERS
-        },
-        **{
-            f"task {name}": partial(checks.task, name, options.device)
-            for name in checks.TASKS
-        },
+        "quantisers": partial(checks.quantisers, device),
     }
+    for name in checks.LAYERS:
+        stages[f"layer {name}"] = partial(checks.layer, name, device)
+    for name in checks.LAYERS:
+        stages[f"layer {name} on codes"] = partial(checks.layer, name, device, True)
+    for name in checks.TASKS:
+        stages[f"task {name}"] = partial(checks.task, name, device)
+    return stages
 
 
 def _tests(options: Options) -> dict[str, Any]:
@@ -89,43 +85,35 @@ def _tests(options: Options) -> dict[str, Any]:
         text=True,
         timeout=min(300.0, options.seconds),
     )
+    return _summarise_tests(process)
+
+
+def _summarise_tests(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return summary, failures and left-out test files of a run of pytest, and "failed" if it failed."""
     lines = process.stdout.strip().splitlines()
-    failures = [
-        summary_row
-        for summary_row in lines
-        if summary_row.startswith(("FAILED", "ERROR"))
-    ]
-    # files of tests for libraries that are not here: pytest's list of errors does not say why
-    collection_errors = re.split(
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+
+    # Test files for libraries that are not installed: pytest's list of errors does not give this reason.
+    sections = re.split(
         r"^_+ ERROR collecting (\S+) _+$", process.stdout, flags=re.MULTILINE
     )
-    missing_libraries = {
-        name
-        for name, why in zip(
-            collection_errors[1::2], collection_errors[2::2], strict=True
-        )
-        if "ModuleNotFoundError" in why
+    files_without_library = {
+        file
+        for file, text in zip(sections[1::2], sections[2::2], strict=True)
+        if "ModuleNotFoundError" in text
     }
-    left_out = [
-        summary_row
-        for summary_row in failures
-        if summary_row.split()[1] in missing_libraries
-    ]
-    real_failures = [
-        summary_row for summary_row in failures if summary_row not in left_out
-    ]
-    summary_row = {
+    left_out = [line for line in failures if line.split()[1] in files_without_library]
+    real_failures = [line for line in failures if line not in left_out]
+
+    status = process.returncode
+    has_failed = (
+        bool(real_failures) or status not in (0, 1, 2) or (status > 0 and not left_out)
+    )
+    return {
         "summary": lines[-1] if lines else process.stderr[-500:],
         "failures": real_failures,
         "left_out": left_out,
-    }
-    has_failed = (
-        bool(real_failures)
-        or process.returncode not in (0, 1, 2)
-        or (process.returncode > 0 and not left_out)
-    )
-    return summary_row | {
-        "failed": f"pytest ended with {process.returncode}" if has_failed else ""
+        "failed": f"pytest ended with {status}" if has_failed else "",
     }
 
 

@@ -165,13 +165,12 @@ def run_stage(stage: Stage) -> dict[str, Any]:
 def format_row(row: dict[str, Any]) -> str:
     """Return a row as the line that is printed."""
     reason = row.get("reason") or row.get("error", "").partition("\n")[0]
-    numbers = (
-        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-        for k, v in row.get("values", {}).items()
-    )
-    return (
-        f"{row['stage']:<44} {row['status']:<8} {reason} {'  '.join(numbers)}".rstrip()
-    )
+    numbers = []
+    for name, value in row.get("values", {}).items():
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        numbers.append(f"{name} {text}")
+    line = f"{row['stage']:<44} {row['status']:<8} {reason} {'  '.join(numbers)}"
+    return line.rstrip()
 
 
 def summary(

@@ -163,9 +163,13 @@ def largest_difference(
 
 def relative_difference(first: Tensor, second: Tensor) -> float:
     """Return the largest difference relative to the largest number; infinity if shapes or NaN differ."""
-    if first.shape != second.shape or not bool((first.isnan() == second.isnan()).all()):
+    if first.shape != second.shape:
         return float("inf")
-    first, second = first.double().nan_to_num(), second.double().nan_to_num()
+    if not bool((first.isnan() == second.isnan()).all()):
+        return float("inf")
+
+    first = first.double().nan_to_num()
+    second = second.double().nan_to_num()
     largest = max(float(first.abs().max()), float(second.abs().max()), 1e-30)
     return float((first - second).abs().max()) / largest
 

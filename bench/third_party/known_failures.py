@@ -36,15 +36,20 @@ KNOWN_ANSWERS: dict[tuple[str, str], str] = {
 
 def unexpected_rows(rows: Iterable[Row]) -> list[str]:
     """Return a line for every fault that is not a known one."""
-    return [
-        f"{row.name} ({row.case}): {fault}"
-        for row in rows
-        for fault in row.faults
-        if not any(
-            fnmatchcase(row.name, name) and fault.startswith(known_fault)
-            for name, known_fault in KNOWN_FAULTS
-        )
-    ]
+    lines = []
+    for row in rows:
+        for fault in row.faults:
+            if not is_known_fault(row.name, fault):
+                lines.append(f"{row.name} ({row.case}): {fault}")
+    return lines
+
+
+def is_known_fault(name: str, fault: str) -> bool:
+    """Return whether a fault of a layer or function is in ``KNOWN_FAULTS``."""
+    return any(
+        fnmatchcase(name, pattern) and fault.startswith(known_fault)
+        for pattern, known_fault in KNOWN_FAULTS
+    )
 
 
 def reason_of(answer: Answer) -> str:
@@ -57,8 +62,10 @@ def reason_of(answer: Answer) -> str:
 
 def unexpected_answers(answers: Iterable[Answer]) -> list[str]:
     """Return a line for every broken invariance that is not a known one."""
-    return [
-        f"{a.family}, {a.model}, {a.question}: {a.outcome} {dict(a.moved)} {a.error}"
-        for a in answers
-        if a.outcome in ("broken", "crashed") and not reason_of(a)
-    ]
+    lines = []
+    for answer in answers:
+        if answer.outcome in ("broken", "crashed") and not reason_of(answer):
+            question = f"{answer.family}, {answer.model}, {answer.question}"
+            moved = dict(answer.moved)
+            lines.append(f"{question}: {answer.outcome} {moved} {answer.error}")
+    return lines

@@ -121,10 +121,10 @@ def converting_loader(loader: Any) -> Any:
     @classmethod  # type: ignore[misc]
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with Construction.inside():
-            found = loader.__func__(cls, *args, **kwargs)
+            loaded = loader.__func__(cls, *args, **kwargs)
         if Construction.depth == 0:
-            convert(found[0] if isinstance(found, tuple) else found)
-        return found
+            convert(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     return from_pretrained
 
