@@ -127,4 +127,4 @@ if __name__ == "__main__":
         print(
             f"{counts.tolist()}  noise {np.exp(noise):.0f}, share at 2 bits {share:.3f}, date {date:.3f}"
         )
-    raise SystemExit(0 if np.array_equal(schedules, TWELVE) else 1)
+    raise SystemExit(0 if np.array_equal(schedules, EQUAL_COST_CYCLES) else 1)
