@@ -1,7 +1,7 @@
-"""Counters of functions that are counted as a whole, registered in ``COUNTED_FUNCTIONS``.
+"""Counters of torch functions that are counted as a whole, registered in ``COUNTED_FUNCTIONS``.
 
-Normalisations, the gates of LSTMs and the upsampling of feature pyramids are no matmuls, but the paper prices them.
-Recurrent layers read a weight once, not once per step, and sums over constant features are computed once.
+The paper prices normalisation, the gates of LSTMs and the upsampling of feature pyramids, which are no matmuls.
+Recurrent layers read a weight once and not at every step, and sums over constant features are computed once.
 
 A counter has the form ``counter(mode, output, *args, **kwargs) -> operations``, with the arguments of the function.
 """
@@ -32,7 +32,7 @@ from cpt_core.quantization.op_interception import (
 PYRAMID = "FeaturePyramidNetwork"  # of torchvision
 
 
-# --- elementwise work ---------------------------------------------------------------------------------------------
+# --- elementwise work ---
 
 
 def batch_norm(
@@ -48,10 +48,10 @@ def batch_norm(
     *rest: Any,
     **more: Any,
 ) -> Iterator[Operation]:
-    """Count 5 operations per element, 4 without affine; 2 or 1 with fixed statistics."""
-    per_element = (
-        (4 if weight is None else 5) if training else (1 if weight is None else 2)
-    )
+    """Count 5 operations per element, 4 without affine parameters; 2 or 1 with fixed statistics."""
+    per_element = 4 if training else 1
+    if weight is not None:
+        per_element += 1  # one multiply-accumulate with the affine parameters
     yield _norm(mode, "batch_norm", per_element, input, weight, y)
 
 
@@ -91,19 +91,17 @@ def _norm(
 def interpolate(
     mode: QuantizedOpsMode, y: Tensor, /, input: Tensor, *rest: Any, **more: Any
 ) -> Iterator[Operation]:
-    """Count a copied element as an operation, as the counters of the authors do, in feature pyramids alone."""
+    """Count one operation per copied element in feature pyramids, as the counters of the authors do."""
     running = mode.running.stack[-1]
     if type(running.module).__name__ == PYRAMID:
-        name, second = (
-            running.interception.name,
-            input.new_empty(0),
-        )  # it has one operand
+        name = running.interception.name
+        second = input.new_empty(0)  # there is no second operand
         yield describe_operation(
             name, "interpolate", y.numel(), input, second, y, None, UPSAMPLING
         )
 
 
-# --- recurrent layers ---------------------------------------------------------------------------------------------
+# --- recurrent layers ---
 
 RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -113,8 +111,8 @@ def recurrence(
 ) -> Iterator[Operation]:
     """Count the matmuls of a recurrent layer with its weights, and the gates of an LSTM.
 
-    The authors add 15.2 million operations of gates by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and
-    step, and 5 per unit and sequence that their rounded numbers have besides.
+    The authors add 15.2 million operations of gates by hand for 35 steps of 20 sequences, 800 wide. That is 27 per unit
+    and step, plus 5 per unit and sequence, which their rounded numbers include.
     """
     call = RecurrentCall.from_arguments(x, *args)
     if call.sizes is None:
@@ -123,9 +121,8 @@ def recurrence(
         starts, ends = call.sizes[0], call.sizes[-1]
     rows = output[0].numel() // output[0].shape[-1]
     matrices = [w for w in call.weights if w.dim() == 2]
-    per_direction = len(matrices) // (
-        call.num_layers * call.directions
-    )  # of inputs, of states, of projections
+    # matrices of a direction: of inputs, of states and perhaps of projections
+    per_direction = len(matrices) // (call.num_layers * call.directions)
     per_layer = per_direction * call.directions
 
     layer = mode.find_layer(matrices[0])
@@ -142,9 +139,8 @@ def recurrence(
     )
 
     for first in range(0, len(matrices), per_layer):
-        weights = matrices[
-            first : first + per_layer : per_direction
-        ]  # all directions read the same inputs
+        # all directions read the same inputs
+        weights = matrices[first : first + per_layer : per_direction]
         size, width = sum(w.numel() for w in weights), weights[0].shape[1]
         has_error = has_inner_error if first else x.requires_grad
         yield operation(
@@ -154,17 +150,16 @@ def recurrence(
     for number, weight in enumerate(matrices):
         if number % per_direction == 0:
             continue
-        # the states that a layer starts from need no gradient, but fused kernels compute one; backwards, the first
-        # step is the last
+        # initial states need no gradient, but fused kernels compute one; in the backward direction, the last step is
+        # the first
         is_backwards = number % per_layer >= per_direction
         sequences = ends if is_backwards else starts
         if is_fused or has_state_grad or number % per_direction != 1:
             sequences = 0
         elements = rows * weight.shape[1], weight.numel(), rows * weight.shape[0]
         yield operation((rows - sequences) * weight.numel(), elements, has_inner_error)
-        yield operation(
-            sequences * weight.numel(), (0, 0, 0), False
-        )  # moved with the others
+        # elements of these steps are included above
+        yield operation(sequences * weight.numel(), (0, 0, 0), False)
 
     if kind == "lstm":
         units = sum(w.shape[0] for w in matrices[1::per_direction]) // 4
@@ -175,7 +170,7 @@ def recurrence(
         )
 
 
-# --- graph convolutions -------------------------------------------------------------------------------------------
+# --- graph convolutions ---
 
 
 def neighbour_sum(
@@ -187,7 +182,7 @@ def neighbour_sum(
     out_exponent: float = 0.0,
     reduce: str = "sum",
 ) -> Iterator[Operation]:
-    """Count an operation per edge and feature; quantised with Q-Agg alone."""
+    """Count one operation per edge and feature, which is quantised with Q-Agg only."""
     layer = mode.running.stack[-1].interception
     precision = layer.precision
     if precision is not None and "aggregation" not in precision.quantizers:

@@ -1,7 +1,8 @@
-"""The plan: BitOps of a model, and its other costs, counted before it trains.  Paper: section 4.1.
+"""BitOps plan of a training: BitOps and other costs, counted before the model trains.  Paper: section 4.1.
 
-A copy of the model runs once, and reports the multiply-accumulates (MACs) of every operation; a pass costs
-MACs * b_a * b_b / 32**2. Two conventions price them, see ``conventions``.
+``count_bitops`` runs a copy of the model once, which reports the multiply-accumulates (MACs) of every operation, and
+prices them at the formats of every step of a schedule: a pass costs MACs * b_a * b_b / 32**2. The result is a
+``BitOpsPlan``. Two conventions price operations differently, see ``conventions``.
 
 >>> import torch
 >>> from cpt_core.quantization.convert import quantize_
@@ -57,6 +58,7 @@ from cpt_core.validation import check_bits, check_choice, check_inputs, check_ty
 if TYPE_CHECKING:
     import pandas as pd
 
+# words of the printed table
 PAPER_CONVENTION = (
     "the paper's convention, which prices layers in float32 at the bits of the step"
 )
@@ -71,13 +73,13 @@ class BitOpsPlan:
         steps: optimizer steps counted.
         macs: forward MACs of one step by layer.
         bitops: layer -> pass -> squared bits x MACs, exact integers.
-        float32: layer -> share of the run's ``ForwardMacs`` that runs in float32 there, by either convention: matmuls
-            and convolutions alone. Their sum is the share of all of it.
-        by_convention: the total by each convention.
+        float32: layer -> share of the run's forward MACs of matmuls and convolutions that runs in float32 in it, by
+            either convention. The sum is the share of the model.
+        by_convention: convention -> total BitOps.
         at_32_bits: BitOps of the same operations, all in float32.
-        unpriced: layer -> MACs of one forward pass that the convention leaves out: "paper" matmuls outside of layers,
-            both of attention, and sums over neighbours; "per_op" upsampling, which copies.
-        tally: what is counted by the convention, for other prices.
+        unpriced: layer -> MACs of one forward pass that the convention does not price: "paper" matmuls outside of
+            layers, both of attention, and sums over neighbours; "per_op" upsampling, which copies.
+        tally: counted MACs, for other prices.
     """
 
     convention: str
@@ -92,7 +94,7 @@ class BitOpsPlan:
 
     @property
     def forward_macs(self) -> int:
-        """MACs of the forward pass of one step, without those that are ``unpriced``."""
+        """MACs of the forward pass of one step, without ``unpriced`` ones."""
         return sum(self.macs.values())
 
     @property
@@ -106,29 +108,29 @@ class BitOpsPlan:
     @property
     def by_pass(self) -> dict[str, float]:
         """BitOps of the forward pass, of input gradients ("error") and of weight gradients."""
-        return {
-            p: sum(b.get(p, 0) for b in self.bitops.values()) / FULL_PRECISION**2
-            for p in PASS_OPERANDS
-        }
+        squared_bits: Counter[str] = Counter(dict.fromkeys(PASS_OPERANDS, 0))
+        for passes in self.bitops.values():
+            squared_bits.update(passes)
+        return {name: bits / FULL_PRECISION**2 for name, bits in squared_bits.items()}
 
     @property
     def total(self) -> float:
-        """BitOps of the run, without what is ``unpriced``."""
+        """BitOps of the run, without ``unpriced`` MACs."""
         return self.by_convention[self.convention]
 
     @property
     def relative_to_float32(self) -> float:
-        """The total, divided by that of the same operations in float32; NaN where there are none."""
+        """Ratio of the total to the BitOps of a float32 run; NaN without operations."""
         return self.total / self.at_32_bits if self.at_32_bits else math.nan
 
     @property
     def costs(self) -> dict[str, float]:
-        """Totals by every cost of ``cpt.formats.COSTS``, each in its unit, without what is ``unpriced``."""
+        """Totals by every cost of ``cpt.formats.COSTS``, each in its unit, without ``unpriced`` MACs."""
         totals: dict[str, float] = extensions.load("prices").total_prices(self.tally)
         return totals
 
     def table(self) -> pd.DataFrame:
-        """Return all costs: a line per layer, and the total."""
+        """Return a table of all costs, with a row per layer and the total."""
         return extensions.load("prices").price_table(self.tally)
 
     def __str__(self) -> str:
@@ -152,13 +154,13 @@ class BitOpsPlan:
             f"{self.relative_to_float32:.4f} of the BitOps of the same operations in float32"
         )
         lines.append(describe_float32(self.float32))
-        paper, ran = self.by_convention["paper"], self.by_convention["per_op"]
-        if self.convention == "per_op":
-            lines += [f"{paper:.5g} BitOps by {PAPER_CONVENTION}"] if paper else []
-        else:
+        paper, per_op = self.by_convention["paper"], self.by_convention["per_op"]
+        if self.convention == "paper":
             lines.append(
-                f"the total is by {PAPER_CONVENTION}; what runs takes {ran:.5g} BitOps"
+                f"the total is by {PAPER_CONVENTION}; what runs takes {per_op:.5g} BitOps"
             )
+        elif paper:
+            lines.append(f"{paper:.5g} BitOps by {PAPER_CONVENTION}")
         if self.unpriced:
             missing = sum(self.unpriced.values())
             share = missing / (self.forward_macs + missing)
@@ -177,23 +179,24 @@ def count_bitops(
     convention: str = "per_op",
     q_grad: int | None = None,
 ) -> BitOpsPlan:
-    """Count the BitOps of training ``model`` for a whole schedule, before it runs, and its other costs.
+    """Count the BitOps and other costs of training ``model`` with a schedule, before it runs.
 
-    A copy runs once on the ``meta`` device: no data is computed and the model is not touched. Of a model that asks for
-    data while it runs (detectors, layers of DGL) a copy runs on the data given.
+    A copy runs once on the ``meta`` device, without data, and the model does not change. If the model needs data to run
+    (detectors, layers of DGL), a copy runs on ``inputs``.
 
     Args:
         model: any module; converted by ``quantize_`` or not.
         inputs: the arguments of its forward for ONE optimizer step (the whole batch); only shapes matter.
         schedule: as for ``PrecisionScheduler``; None counts one step at 32 bits.
         convention: "paper" or "per_op", see ``bitops.conventions``.
-        q_grad: gradient bits; None takes the schedule's ``q_max``. All bits are levels where a layer has ladders.
+        q_grad: gradient bits; None takes the schedule's ``q_max``. In a layer with a format ladder, bits are its
+            levels.
 
-    A part of the model that is in eval mode is priced by the schedule, too, whatever ``eval_bits`` is.
+    A part of the model that is in eval mode is priced by the schedule, too, regardless of ``eval_bits``.
 
     Raises:
         ValueError: for an unknown convention, when nothing in the model can be counted, when it cannot be copied, or
-            when it asks for data and has none, being on ``meta`` itself.
+            when it needs data and is on ``meta`` itself.
 
     Paper: section 4.1.
     Differs: "paper" prices the float32 layers (classifier, BatchNorm) at q bits, as the authors' scripts do.
@@ -207,7 +210,7 @@ def count_bitops(
     )
 
 
-# --- the operations of a step -----------------------------------------------------------------------------------------
+# --- operations of a step ---
 
 
 def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
@@ -216,10 +219,8 @@ def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
     try:
         operations = _count(model, inputs, on_meta=True)
     except Exception as problem:
-        if any(
-            t.is_meta
-            for t in (*model.parameters(), *model.buffers(), *tensors_in(inputs))
-        ):
+        tensors = (*model.parameters(), *model.buffers(), *tensors_in(inputs))
+        if any(tensor.is_meta for tensor in tensors):
             raise ValueError(
                 f"{type(model).__name__} does not run on shapes alone ({problem!r:.160}); give the model and its "
                 "inputs real data, on a device that computes"
@@ -241,7 +242,7 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
         operations.append(operation)
         return partial(reached.add, len(operations) - 1)
 
-    # a closure that is a forward or a hook runs the model and not its copy: its operations count, and it is put back
+    # a forward or hook that is a closure runs the model and not its copy, so both are counted and the model restored
     with (
         preserve_state(model, inputs),
         report_operations(model, report),
@@ -249,12 +250,10 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
     ):
         outputs = list(tensors_in(shadow(*copy_inputs(inputs, on_meta, {}))))
         num_forward = len(operations)
-        with suppress(
-            Exception
-        ):  # where no backward pass runs, every operation is taken to have one
-            torch.autograd.backward(
-                [y.real.float().sum() for y in outputs if y.requires_grad]
-            )
+        # if the backward pass fails, every operation is assumed to have one
+        with suppress(Exception):
+            losses = [y.real.float().sum() for y in outputs if y.requires_grad]
+            torch.autograd.backward(losses)
             for i, operation in enumerate(operations if outputs else ()):
                 operations[i] = operation._replace(
                     error=operation.error and i in reached,
@@ -264,11 +263,10 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
     return operations
 
 
-# --- their price ------------------------------------------------------------------------------------------------------
+# --- prices ---
 
-FormatsByLayer = dict[
-    str | None, Counter[Formats]
-]  # layer -> its formats -> number of steps; None: all other layers
+# layer -> formats -> number of steps; the key None stands for all other layers
+FormatsByLayer = dict[str | None, Counter[Formats]]
 
 
 def price(
@@ -276,32 +274,35 @@ def price(
     formats: Mapping[str, FormatsByLayer],
     convention: str,
 ) -> BitOpsPlan:
-    """Price the operations of one step at the formats of every step of a run."""
+    """Return the plan of a run: the operations of one step, priced at the formats of all steps."""
     tallies = {name: Tally() for name in CONVENTIONS}
     macs: Counter[str] = Counter()
     unpriced: Counter[str] = Counter()
     for operation in operations:
         for name, by_layer in formats.items():
-            steps = by_layer.get(operation.owner, by_layer[None])
+            steps_by_format = by_layer.get(operation.owner, by_layer[None])
             if operation.once:
-                steps = Counter({(f.activation, f.weight): f for f in steps}.values())
-            for each, times in steps.items():
-                tallies[name].add(
-                    operation, priced_passes(operation, name), each, times
-                )
+                # computed once per pair of operand formats
+                distinct = {(f.activation, f.weight): f for f in steps_by_format}
+                steps_by_format = Counter(distinct.values())
+            passes = priced_passes(operation, name)
+            for layer_formats, num_steps in steps_by_format.items():
+                tallies[name].add(operation, passes, layer_formats, num_steps)
         counts = macs if priced_passes(operation, convention) else unpriced
         counts[row_name(operation)] += operation.macs
-    chosen = tallies[convention]
+    tally = tallies[convention]
+    squared_bits = tally.squared_bits()
+    totals = {name: counted.total() for name, counted in tallies.items()}
     return BitOpsPlan(
         convention=convention,
         steps=formats[convention][None].total(),
         macs=dict(macs),
-        bitops={layer: dict(passes) for layer, passes in chosen.squared_bits().items()},
+        bitops={layer: dict(passes) for layer, passes in squared_bits.items()},
         float32=tallies["per_op"].forward.float32_shares(),
-        by_convention={name: tally.total() for name, tally in tallies.items()},
-        at_32_bits=float(chosen.macs.total()),
+        by_convention=totals,
+        at_32_bits=float(tally.macs.total()),
         unpriced=dict(unpriced),
-        tally=chosen,
+        tally=tally,
     )
 
 
@@ -311,7 +312,7 @@ def formats_per_layer(
     schedule: Schedules | None,
     q_grad: int | None,
 ) -> dict[str, FormatsByLayer]:
-    """Return convention -> layer -> the formats of its operands, with the number of their steps."""
+    """Return convention -> layer -> formats of its operands -> number of steps."""
     if schedule is None:
         return {name: {None: Counter([IN_FLOAT32])} for name in CONVENTIONS}
     is_converted = any(precision_of(m) is not None for m in model.modules())
@@ -330,14 +331,15 @@ def formats_per_layer(
     formats: FormatsByLayer = {}
     formats_by_step: list[list[Formats]] = []
     for (_, grids), (s, names) in layers_by_schedule.items():
-        steps = _formats_of_steps(s, q_grad, grids)
-        counted = Counter(steps)
-        formats |= {name: counted for name in names}
-        formats_by_step.append(steps)
-    # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
-    widest_of_layers = cache(widest)
+        schedule_formats = _formats_by_step(s, q_grad, grids)
+        steps_by_format = Counter(schedule_formats)
+        formats |= {name: steps_by_format for name in names}
+        formats_by_step.append(schedule_formats)
+    # operations outside of quantised layers have no formats: "paper" prices them at the widest of each step
+    cached_widest = cache(widest)
     widest_by_step = [
-        widest_of_layers(each) for each in zip(*formats_by_step, strict=True)
+        cached_widest(step_formats)
+        for step_formats in zip(*formats_by_step, strict=True)
     ]
     in_float32 = Counter({IN_FLOAT32: len(widest_by_step)})
     per_op = formats if is_converted else {}
@@ -347,9 +349,13 @@ def formats_per_layer(
     }
 
 
-def _formats_of_steps(
+def _formats_by_step(
     schedule: Schedule, q_grad: int | None, grids: AffineGrids
 ) -> list[Formats]:
-    rows = [levels.tolist() for levels in schedule.levels(q_grad)]
-    priced = cache(grids.priced)
-    return [priced(RoleLevels(*levels)) for levels in zip(*rows, strict=True)]
+    """Return the formats of every step of a schedule."""
+    levels_by_role = [levels.tolist() for levels in schedule.levels(q_grad)]
+    priced_formats = cache(grids.priced)
+    return [
+        priced_formats(RoleLevels(*levels))
+        for levels in zip(*levels_by_role, strict=True)
+    ]

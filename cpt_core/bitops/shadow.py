@@ -1,4 +1,8 @@
-"""Running a copy of a model, without data where shapes are enough, and leaving a model as it was."""
+"""Copies of a model for counting, and a context manager that restores a model afterwards.
+
+``meta_copy`` copies a model, on the ``meta`` device if shapes are enough.  ``preserve_state`` restores buffers,
+parameters, gradients and random states after a run.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +23,19 @@ from cpt_core.quantization.convert import precision_of
 
 
 def meta_copy(model: nn.Module, on_meta: bool) -> nn.Module:
-    """Return a copy of a model in float32 that nobody counts, on the ``meta`` device if asked for.
+    """Return a copy of a model without bits or backward hooks, on the ``meta`` device with ``on_meta``.
 
     Raises:
         ValueError: when the model holds something that cannot be copied, or is sharded.
     """
     extensions.services("processes").check_unsharded(model, "count and check")
-    # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
-    cached = [
-        t
-        for m in model.modules()
-        for value in vars(m).values()
-        for t in tensors_in(value)
-        if t.grad_fn
-    ]
-    memo: dict[int, Any] = {id(t): detached_copy(t, on_meta) for t in cached}
+    # a tensor that a module stored in its last forward pass has an autograd history and cannot be copied
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            for tensor in tensors_in(value):
+                if tensor.grad_fn:
+                    memo[id(tensor)] = detached_copy(tensor, on_meta)
     try:
         shadow = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as problem:
@@ -42,10 +44,8 @@ def meta_copy(model: nn.Module, on_meta: bool) -> nn.Module:
             "model keeps from an earlier forward pass, or count while it trains, with BitOpsLedger"
         ) from problem
     for module in shadow.modules():
-        module._backward_hooks, module._backward_pre_hooks = (
-            {},
-            {},
-        )  # the copy's gradients are nobody's
+        # hooks must not receive gradients of the copy
+        module._backward_hooks, module._backward_pre_hooks = {}, {}
         precision = precision_of(module)
         if precision is not None:
             precision.set_bits(None, None)
@@ -54,33 +54,46 @@ def meta_copy(model: nn.Module, on_meta: bool) -> nn.Module:
 
 @contextmanager
 def preserve_state(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Run eager code with gradients, and put the state of a model, and random numbers, back afterwards."""
+    """Run a block in eager mode with gradients, then restore model and random states."""
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     precisions = [p for p in map(precision_of, modules) if p is not None]
-    modules += [
-        p for p in precisions if all(p is not m for m in modules)
-    ]  # of modules without weights
-    buffers = [(m._buffers, dict(m._buffers)) for m in modules]
-    tensors = [t for _, own in buffers for t in own.values() if t is not None]
-    tensors += [t for p in precisions for t in (p.noise_key, *p.ranges().values())]
-    parameters = [
-        p
-        for m in modules
-        for p in m._parameters.values()
-        if p is not None and p.is_leaf
+    # precisions of modules without weights are no child modules
+    for precision in precisions:
+        if all(precision is not module for module in modules):
+            modules.append(precision)
+
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    tensors = [
+        tensor
+        for _, values in buffers
+        for tensor in values.values()
+        if tensor is not None
     ]
-    values = [(t, t.detach().clone()) for t in tensors + parameters if not is_lazy(t)]
-    gradients = [(p, p.grad) for p in parameters]
-    devices = {
-        t.device.index or 0 for t in (*parameters, *tensors_in(inputs)) if t.is_cuda
+    for precision in precisions:
+        tensors += [precision.noise_key, *precision.ranges().values()]
+    parameters = [
+        parameter
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.is_leaf
+    ]
+    values = [
+        (tensor, tensor.detach().clone())
+        for tensor in tensors + parameters
+        if not is_lazy(tensor)
+    ]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    cuda_devices = {
+        tensor.device.index or 0
+        for tensor in (*parameters, *tensors_in(inputs))
+        if tensor.is_cuda
     }
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        for p in parameters:
-            p.grad = None
-        forked = (
-            sorted(devices) if torch.cuda.is_initialized() else []
-        )  # else nothing has drawn there yet
+        for parameter in parameters:
+            parameter.grad = None
+        # before CUDA is initialised nothing has been drawn there
+        forked = sorted(cuda_devices) if torch.cuda.is_initialized() else []
         with (
             torch.random.fork_rng(forked),
             torch.compiler.set_stance("force_eager"),
@@ -90,10 +103,10 @@ def preserve_state(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        for p, gradient in gradients:
-            p.grad = gradient
-        for own, before in buffers:
-            own.update(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module_buffers, former_buffers in buffers:
+            module_buffers.update(former_buffers)
         with torch.no_grad():
             for tensor, value in values:
                 if not (tensor.is_meta or torch.equal(tensor, value)):

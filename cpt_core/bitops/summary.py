@@ -1,4 +1,4 @@
-"""What is quantised in a model, and what is not, with the reason.
+"""Summary of a model: the modules that are quantised, and those in float32 with the reason.
 
 >>> import torch
 >>> from cpt_core.quantization.convert import QuantConfig, quantize_
@@ -13,6 +13,7 @@ module  kind             parameters    MACs  precision
 in force in 1 layer: bits=not set, execution=simulated
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,14 +33,16 @@ from cpt_core.validation import check_types
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One module with parameters of its own.
+    """Row of a summary: a module that holds parameters or runs matmuls.
 
     Attributes:
+        name: name of the module in the model.
+        kind: name of its class.
+        parameters: number of its parameters, without those of child modules.
         reason: why it is in float32, or "".
-        share: of the multiply-accumulates of the forward pass's matmuls and convolutions; None without inputs.
-        simulated: of a layer that is to compute on 8-bit integers: the passes that do not, with the reason; None where
-            nobody asked for integers.
-        note: the same in words, or that the module came after ``quantize_`` and whose bits it has, or "".
+        share: share of the model's forward MACs of matmuls and convolutions; None without inputs.
+        simulated: pass -> reason why it is simulated instead of computed in int8; None if int8 was not requested.
+        note: ``simulated`` as text, or a note that the module was added after ``quantize_``, or "".
     """
 
     name: str
@@ -52,7 +55,7 @@ class LayerSummary:
 
     @property
     def quantized(self) -> bool:
-        """Whether it is quantised."""
+        """True if the module is quantised."""
         return not self.reason
 
     def __str__(self) -> str:
@@ -61,16 +64,27 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All modules with parameters or matmuls of their own; ``print`` it.
+    """Summary of all modules that hold parameters or run matmuls; ``print`` it for a table.
 
     Attributes:
-        float32_shares: layer -> share of the ``ForwardMacs`` that runs in float32 there; None without inputs.
-        in_force: what quantised layers do at present, as their ``repr`` says it -> how many of them do so.
+        rows: one row per module.
+        float32_shares: layer -> share of the model's forward MACs that runs in float32 in it; None without inputs.
+        active_precisions: bits and execution of quantised layers, as in their ``repr`` -> number of layers.
     """
 
     rows: tuple[LayerSummary, ...]
     float32_shares: Mapping[str, float] | None = None
-    active_levels: dict[str, int] = field(default_factory=dict)
+    active_precisions: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def in_force(self) -> dict[str, int]:
+        """Former name of ``active_precisions``."""
+        warnings.warn(
+            "Summary.in_force is now Summary.active_precisions",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.active_precisions
 
     @property
     def quantized(self) -> list[LayerSummary]:
@@ -84,66 +98,66 @@ class Summary:
 
     def __str__(self) -> str:
         width = max([len(r.name) for r in self.rows] + [6])
-        counted = self.float32_shares is not None
+        has_macs = self.float32_shares is not None
+        macs_header = "  MACs  " if has_macs else ""
         lines = [
-            f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  {'  MACs  ' * counted}precision"
+            f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  {macs_header}precision"
         ]
         for r in self.rows:
-            share = f"{r.share or 0:6.1%}  " if counted else ""
+            share = f"{r.share or 0:6.1%}  " if has_macs else ""
             lines.append(
                 f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {share}{r}"
             )
         if self.float32_shares is not None:
             lines.append(describe_float32(self.float32_shares, "float32_shares"))
-        for what, count in self.active_levels.items():
-            lines.append(f"in force in {count} layer{'s' * (count > 1)}: {what}")
+        for description, count in self.active_precisions.items():
+            noun = "layer" if count == 1 else "layers"
+            lines.append(f"in force in {count} {noun}: {description}")
         return "\n".join(lines)
 
 
 def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
-    """List every module that has parameters of its own, quantised or not, with the reason; and what is in force now.
+    """Return all modules that hold parameters or run matmuls, with the reason for those in float32.
 
     Args:
         model: any module; converted by ``quantize_`` or not.
-        inputs: the arguments of its forward, of which only shapes matter. They add the share of every module in the
-            ``ForwardMacs``, and modules that multiply without parameters.
+        inputs: the arguments of its forward, of which only shapes matter. With them the summary contains the share of
+            every module in the forward MACs, and modules that run matmuls without parameters.
     """
     check_types(summary, {"model": model})
     shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
     modules, parts = dict(model.named_modules()), layer_parts(model)
-    late = extensions.load_optional("added_modules")
-    added = {} if late is None else late.added_modules(model)
+    added_modules = extensions.load_optional("added_modules")
+    added = {} if added_modules is None else added_modules.added_modules(model)
     rows = []
-    in_force: Counter[str] = Counter()
+    layers_by_description: Counter[str] = Counter()
     for name, module in modules.items():
         precision = precision_of(module)
         is_listed = precision is not None and precision.is_listed
-        own = [p for p in module._parameters.values() if p is not None]
+        parameters = [p for p in module._parameters.values() if p is not None]
         if precision is not None and is_listed:
-            in_force[precision.extra_repr()] += 1
-        if not (is_listed or name in shares or own):
+            layers_by_description[precision.extra_repr()] += 1
+        if not (is_listed or name in shares or parameters):
             continue
-        layer = modules[
-            parts.get(name, name)
-        ]  # the module itself, or the whole that it is a part of
+        # the module itself, or the layer that it is a part of
+        layer = modules[parts.get(name, name)]
         share = None if inputs is None else shares.get(name, 0.0)
         if name in added:
             reason, details = _describe_added(added[name])
         else:
             reason, details = _describe_layer(layer, share)
-        num_parameters = sum(
-            0 if is_lazy(p) else p.numel() for p in own
-        )  # a lazy module has no shapes yet
+        # a lazy module has no shapes yet
+        num_parameters = sum(0 if is_lazy(p) else p.numel() for p in parameters)
         rows.append(
             LayerSummary(
                 name, type(module).__name__, num_parameters, reason, share, **details
             )
         )
-    return Summary(tuple(rows), float32_shares, dict(in_force))
+    return Summary(tuple(rows), float32_shares, dict(layers_by_description))
 
 
 def _describe_added(caller: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the reason for float32, or "", and further fields of a module that came after ``quantize_``."""
+    """Return the reason for float32, or "", and more fields of a module added after ``quantize_``."""
     if caller is None:
         return FallbackReason.ADDED_LATER.describe(), {}
     added_later = FallbackReason.ADDED_LATER.describe()
@@ -153,7 +167,7 @@ def _describe_added(caller: str | None) -> tuple[str, dict[str, Any]]:
 def _describe_layer(
     layer: nn.Module, share: float | None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the reason for float32, or "", and further fields of a module."""
+    """Return the reason for float32, or "", and more fields of the row of ``layer``."""
     precision = precision_of(layer)
     if precision is None:
         return float32_reason(layer), {}
@@ -167,7 +181,7 @@ def _describe_layer(
 def _shares(
     model: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return module -> its share of the ``ForwardMacs``, and layer -> the share that is in float32 there."""
+    """Return module -> share of the forward MACs, and layer -> share that runs in float32 in it."""
     converted = {
         name for name, m in model.named_modules() if precision_of(m) is not None
     }

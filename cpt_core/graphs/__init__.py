@@ -3,11 +3,18 @@
 The problem: the paper trains a GCN and a GraphSAGE with the sum over neighbours in float32 (FP-Agg) or quantised
 (Q-Agg), on graphs of up to 124 million edges.
 
-The design: a ``Graph`` (graph.py) holds edges sorted by destination, and their transpose for the backward pass; csr.py
-sums over them. functional.py has the three functions that a graph convolution is made of: ``project``,
-``neighbour_sum``, ``scale_and_add_bias``. A function mode sees them, so that ``quantization.graph_handlers`` can
-quantise them; layers.py builds ``GraphConv`` and ``SAGEConv`` from them.
+A layer computes H' = A (H W) + b, or (A H) W + b if that has fewer features to sum: A is the adjacency matrix, scaled
+by degrees, and H are the features of the nodes. Quantisation rounds H and W, in Q-Agg also the operand of the sum.
 
-The trade-offs: features that never change (``Graph.set_constant``) are summed once and not at every step; edge weights
-and attention over edges are left to other libraries.
+The design:
+
+- graph.py: a ``Graph`` holds edges sorted by destination, and their transpose for the backward pass.
+- csr.py: the sum over in-neighbours as one operator, a matmul with a sparse matrix of ones.
+- functional.py: ``project``, ``neighbour_sum`` and ``scale_and_add_bias``, of which a graph convolution is composed. A
+  function mode can intercept them, which is how ``quantization.graph_handlers`` quantises them.
+- layers.py: ``GraphConv`` and ``SAGEConv``, with the parameter names of DGL's layers.
+
+The trade-offs: the layers run without DGL and take its graphs and those of PyTorch Geometric, but have no edge weights
+and no attention over edges. Sums of features that never change (``Graph.set_constant``) are computed once and not at
+every step.
 """

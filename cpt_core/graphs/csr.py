@@ -1,6 +1,6 @@
-"""The sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: a product with a sparse matrix of ones.
+"""Sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: a matmul with a sparse matrix of ones.
 
-One operator, so that compilers, which know no sparse tensors, and recordings of a step take it as it is.
+It is a custom operator because compilers do not support sparse tensors, while they and CUDA graphs accept an operator.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Edges = tuple[Tensor, Tensor]  # (D + 1,) offsets and (E,) sources, see ``Graph``
+# (D + 1,) offsets and (E,) sources, see ``Graph``
+Edges = tuple[Tensor, Tensor]
 
 
 def transpose_edges(indptr: Tensor, indices: Tensor, num_src: int) -> Edges:
-    """Return the same edges the other way round, of the same type."""
-    rows = torch.arange(len(indptr) - 1, device=indices.device, dtype=indices.dtype)
-    back, order = group_edges(indices, num_src)
-    return back.to(indices.dtype), rows.repeat_interleave(
-        indptr.diff(), output_size=len(indices)
-    )[order]
+    """Return the edges in reverse direction, of the dtype of ``indices``."""
+    num_dst = len(indptr) - 1
+    nodes = torch.arange(num_dst, device=indices.device, dtype=indices.dtype)
+    destinations = nodes.repeat_interleave(indptr.diff(), output_size=len(indices))
+
+    transposed_indptr, order = group_edges(indices, num_src)
+    return transposed_indptr.to(indices.dtype), destinations[order]
 
 
 def group_edges(nodes: Tensor, count: int) -> Edges:
@@ -33,11 +35,9 @@ def group_edges(nodes: Tensor, count: int) -> Edges:
 
 def count_nodes(nodes: Tensor, count: int) -> Tensor:
     """Return how often each of the nodes 0..count - 1 occurs, (count,) int64."""
-    return torch.zeros(count, dtype=torch.int64, device=nodes.device).index_add_(
-        0,
-        nodes,
-        torch.ones((), dtype=torch.int64, device=nodes.device).expand(len(nodes)),
-    )
+    totals = torch.zeros(count, dtype=torch.int64, device=nodes.device)
+    one = torch.ones((), dtype=torch.int64, device=nodes.device)
+    return totals.index_add_(0, nodes, one.expand(len(nodes)))
 
 
 def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *back: Tensor | None) -> Tensor:
@@ -54,7 +54,7 @@ def _matrix(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Te
 
 @cache
 def _swallow_warning() -> None:
-    """Make the first sparse tensor, at which torch warns."""
+    """Create the first sparse tensor, at which torch warns, without the warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore",
@@ -74,13 +74,13 @@ def _keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     indptr, indices, *back = ctx.saved_tensors
-    return (
-        torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices),
-        None,
-        None,
-        None,
-        None,
-    )
+    input_gradient = torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices)
+    return input_gradient, None, None, None, None
+
+
+def _empty_sum(h: Tensor, indptr: Tensor, *edges: Any) -> Tensor:
+    """Return an empty tensor of the shape of the sum, for compilers."""
+    return h.new_empty(len(indptr) - 1, h.shape[1])
 
 
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
@@ -88,11 +88,7 @@ LIBRARY.define(
     "sum(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor"
 )
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "cpt_graphs::sum",
-    lambda h, ends, *_: h.new_empty(len(ends) - 1, h.shape[1]),
-    lib=LIBRARY,
-)
+torch.library.register_fake("cpt_graphs::sum", _empty_sum, lib=LIBRARY)
 torch.library.register_autograd(
     "cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY
 )

@@ -2,9 +2,9 @@
 
     GCN:   H' = D_in^-1/2 A D_out^-1/2 H W + b        SAGE:  h'_i = W_self h_i + W_neigh mean_j h_j + b
 
-A function mode sees every function here, as it sees those of torch: that is how ``cpt_core.quantize_`` rounds their
-operands, see ``quantization.graph_handlers``. The narrower side of the weight is summed over neighbours: the product
-comes first where a layer has fewer outputs than inputs.
+A function mode intercepts the functions decorated with ``overridable`` like torch functions, which is how
+``cpt_core.quantize_`` rounds their operands, see ``quantization.graph_handlers``. A layer with fewer outputs than
+inputs multiplies by the weight before it sums over neighbours, so that the sum has fewer features.
 
 Shapes: S source and D destination nodes of a graph, I inputs, O outputs, F features.
 """
@@ -21,11 +21,10 @@ from torch.overrides import handle_torch_function
 
 from cpt_core.graphs.graph import Graph, check_features
 
-Features = (
-    Tensor | tuple[Tensor, Tensor]
-)  # (S, I), or those of sources and destinations
+# (S, I), or a pair of features of sources (S, I) and destinations (D, I)
+Features = Tensor | tuple[Tensor, Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any])
-# norm -> exponents of the degrees: of out-degrees, before the sum over neighbours, and of in-degrees, behind it
+# norm -> (exponent of out-degrees before the sum over neighbours, exponent of in-degrees after it)
 NORM_EXPONENTS = {
     "both": (-0.5, -0.5),
     "left": (-1.0, 0.0),
@@ -35,7 +34,7 @@ NORM_EXPONENTS = {
 
 
 def overridable(function: Function) -> Function:
-    """Show calls of a function to the active function mode."""
+    """Return ``function`` so that an active function mode can intercept its calls."""
 
     @functools.wraps(function)
     def visible(*args: Any, **kwargs: Any) -> Any:
@@ -64,11 +63,9 @@ def project(
         is_transposed: whether the weight is (O, I), as that of a linear layer.
     """
     scaled = scale_rows(x, degree_scale(graph, "out", out_exponent, x))
-    return (
-        torch.nn.functional.linear(scaled, weight)
-        if is_transposed
-        else torch.matmul(scaled, weight)
-    )
+    if is_transposed:
+        return torch.nn.functional.linear(scaled, weight)
+    return torch.matmul(scaled, weight)
 
 
 @overridable
@@ -78,15 +75,12 @@ def neighbour_sum(
     """Return the "sum" or "mean" of ``x * out_degrees ** out_exponent`` over every node's in-neighbours, (D, F)."""
 
     def compute() -> Tensor:
-        return graph.aggregate(
-            scale_rows(x, degree_scale(graph, "out", out_exponent, x)), reduce
-        )
+        scale = degree_scale(graph, "out", out_exponent, x)
+        return graph.aggregate(scale_rows(x, scale), reduce)
 
-    return (
-        graph.keep(x, (out_exponent, reduce), compute)
-        if is_constant(graph, x)
-        else compute()
-    )
+    if is_constant(graph, x):
+        return graph.keep(x, (out_exponent, reduce), compute)
+    return compute()
 
 
 @overridable
@@ -114,7 +108,7 @@ def scale_rows(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def is_constant(graph: Graph, x: Tensor) -> bool:
-    """Return whether what is computed of x is cached; compiled code would be compiled anew for every bit width."""
+    """Return whether sums of x are cached, except in compiled code, which would recompile for every bit width."""
     return x is graph.constant and not torch.compiler.is_compiling()
 
 
@@ -154,17 +148,14 @@ def sage_conv(
     else:
         h = neighbour_sum(graph, source, reduce="mean")
         neighbours = project(graph, h, neighbour_weight, is_transposed=True)
-    own = project(graph, destination, self_weight, is_transposed=True)
-    return scale_and_add_bias(graph, own + neighbours, bias=bias)
+    destination_part = project(graph, destination, self_weight, is_transposed=True)
+    return scale_and_add_bias(graph, destination_part + neighbours, bias=bias)
 
 
 def source_and_destination(graph: Graph, features: Features) -> tuple[Tensor, Tensor]:
-    """Return the features of both ends of the edges; in a block the destinations are the first of the sources."""
-    pair: Any = (
-        features
-        if isinstance(features, tuple) and len(features) == 2
-        else (features, features)
-    )
+    """Return the features of sources and destinations; in a block the destinations are the first sources."""
+    is_pair = isinstance(features, tuple) and len(features) == 2
+    pair: Any = features if is_pair else (features, features)
     source, destination = pair
     check_features(source, graph.num_src)
     if isinstance(destination, Tensor) and len(destination) != graph.num_dst:

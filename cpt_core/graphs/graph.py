@@ -1,4 +1,4 @@
-"""Graphs and the operation that runs on them: the sum, or mean, over in-neighbours.  Paper: equation 1.
+"""``Graph``: directed edges sorted by destination, and the sum or mean over in-neighbours.  Paper: equation 1.
 
 >>> graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([2, 2]), num_nodes=3)
 >>> graph.aggregate(torch.tensor([[1.0], [2.0], [4.0]])).tolist()
@@ -50,17 +50,16 @@ class Graph:
                 or part.dtype not in (torch.int32, torch.int64)
                 or part.dtype != indices.dtype
             ):
-                got = f"{part.dtype} {tuple(part.shape)}"
+                description = f"{part.dtype} {tuple(part.shape)}"
                 raise ValueError(
-                    f"{name} must be (n,), of int32 or int64 as the other is, got {got}"
+                    f"{name} must be (n,), of int32 or int64 as the other is, got {description}"
                 )
         if not len(indptr) or int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
             raise ValueError(
                 f"indptr must go from 0 to the number of edges, {len(indices)}"
             )
-        if bool(
-            (indptr[1:] < indptr[:-1]).any()
-        ):  # else a kernel would read beyond the edges
+        # otherwise a kernel would read beyond the edges
+        if bool((indptr[1:] < indptr[:-1]).any()):
             node = int((indptr[1:] < indptr[:-1]).int().argmax())
             raise ValueError(
                 f"indptr must ascend, at node {node} it goes from {indptr[node]} to {indptr[node + 1]}"
@@ -72,18 +71,16 @@ class Graph:
 
     def _set_edges(self, indptr: Tensor, indices: Tensor, num_src: int) -> None:
         self.indptr, self.indices = indptr, indices
-        self.num_src, self.num_dst, self.num_edges = (
-            num_src,
-            len(indptr) - 1,
-            len(indices),
-        )
+        self.num_src = num_src
+        self.num_dst = len(indptr) - 1
+        self.num_edges = len(indices)
         self.constant: Tensor | None = None  # features that never change
-        self._cache: Any = None  # of results that are computed of them
+        self._cache: Any = None  # results computed from constant features
         self._derived: dict[str, Any] = {}
 
     @classmethod
     def _unchecked(cls, indptr: Tensor, indices: Tensor, num_src: int) -> Graph:
-        """Return the graph of edges that need no check, each of which waits for the GPU."""
+        """Return the graph of valid edges, without checks, which would synchronise with the GPU."""
         graph = cls.__new__(cls)
         graph._set_edges(indptr, indices, num_src)
         return graph
@@ -120,19 +117,19 @@ class Graph:
 
     @classmethod
     def from_pyg(cls, data: Any) -> Graph:
-        """Return a ``Data`` of PyTorch Geometric as a ``Graph``, whose sums take no weights of edges."""
+        """Return a ``Data`` of PyTorch Geometric as a ``Graph`` without edge weights."""
         return extensions.load("pyg").graph_from_pyg(data)
 
     def __repr__(self) -> str:
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the edges alone."""
+        """Include only the edges in copies and pickles."""
         return Graph._unchecked, (self.indptr, self.indices, self.num_src)
 
     @property
     def device(self) -> torch.device:
-        """Where the edges are."""
+        """Device of the edges."""
         return self.indices.device
 
     def to(self, device: torch.device | str) -> Graph:
@@ -151,19 +148,25 @@ class Graph:
 
     @property
     def in_degrees(self) -> Tensor:
-        """Edges into every destination, (D,) float32."""
-        return self.derive("in_degrees", lambda: self.indptr.diff().float())
+        """Number of edges into every destination, (D,) float32."""
+
+        def count() -> Tensor:
+            return self.indptr.diff().float()
+
+        return self.derive("in_degrees", count)
 
     @property
     def out_degrees(self) -> Tensor:
-        """Edges out of every source, (S,) float32."""
-        return self.derive(
-            "out_degrees", lambda: csr.count_nodes(self.indices, self.num_src).float()
-        )
+        """Number of edges out of every source, (S,) float32."""
+
+        def count() -> Tensor:
+            return csr.count_nodes(self.indices, self.num_src).float()
+
+        return self.derive("out_degrees", count)
 
     @property
     def transposed(self) -> Graph:
-        """The graph of the same edges the other way round: along it gradients go back."""
+        """Graph of the reversed edges, which the backward pass sums over."""
 
         def transpose() -> Graph:
             return Graph._unchecked(
@@ -175,13 +178,13 @@ class Graph:
 
     def derive(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return ``compute()``, a property of the edges, cached by its name."""
-        # no cached_property: it has a lock, at which compilers stop
+        # cached_property has a lock, which compilers cannot trace
         if name not in self._derived:
             self._derived[name] = compute()
         return self._derived[name]
 
     def aggregate(self, h: Tensor, reduce: str = "sum") -> Tensor:
-        """Return the "sum" or "mean" of the features of every node's in-neighbours; 0 where there are none.
+        """Return the "sum" or "mean" of features over every node's in-neighbours; 0 for a node without any.
 
         (S, F) floating -> (D, F) of the same type; half precisions are summed in float32.
         """
@@ -189,11 +192,9 @@ class Graph:
         check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         has_backward = wide.requires_grad and torch.is_grad_enabled()
-        back = (
-            (self.transposed.indptr, self.transposed.indices)
-            if has_backward
-            else (None, None)
-        )
+        back: tuple[Tensor | None, Tensor | None] = (None, None)
+        if has_backward:
+            back = self.transposed.indptr, self.transposed.indices
         out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)
         if reduce == "mean":
             out = out / self.in_degrees.to(out).clamp_min(1).unsqueeze(1)
@@ -215,12 +216,10 @@ class Graph:
         return self
 
     def keep(self, features: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``, cached by a key where the features are constant."""
-        return (
-            compute()
-            if self._cache is None
-            else self._cache.keep(features, key, compute)
-        )
+        """Return ``compute()``, cached by ``key`` if the features are constant."""
+        if self._cache is None:
+            return compute()
+        return self._cache.keep(features, key, compute)
 
 
 def _check_nodes(nodes: Tensor, count: int) -> None:
@@ -234,7 +233,7 @@ def _check_nodes(nodes: Tensor, count: int) -> None:
 
 
 def check_features(x: Any, nodes: int, where: str = "") -> None:
-    """Raise ValueError for no tensor (nodes, F) of floating numbers."""
+    """Raise ValueError unless ``x`` is a floating-point tensor (nodes, F)."""
     if not isinstance(x, Tensor):
         raise ValueError(
             f"{where}features must be a tensor, or a pair of them for a layer, got {short_repr(x)}"
@@ -250,7 +249,7 @@ def check_features(x: Any, nodes: int, where: str = "") -> None:
 
 
 def as_graph(graph: Any) -> Graph:
-    """Return a ``Graph``, from one or from a graph of DGL."""
+    """Return ``graph`` as a ``Graph``; it may be a graph of DGL."""
     if isinstance(graph, Graph):
         return graph
     if not hasattr(graph, "adj_tensors"):

@@ -33,7 +33,10 @@ class GraphConv(nn.Module):
     """A graph convolution (GCN layer): Xavier uniform weight (I, O), zero bias (O,).
 
     Args:
+        in_feats: input features of a node.
+        out_feats: output features of a node.
         norm: "both" (symmetric, the paper's), "left", "right" or "none".
+        bias: whether to add a bias.
         allow_zero_in_degree: nodes without in-edges are given the bias alone instead of being refused.
 
     Paper: equation 1.
@@ -52,11 +55,8 @@ class GraphConv(nn.Module):
         check_choice("norm", norm, NORM_EXPONENTS)
         in_feats = check_int("in_feats", in_feats, 1, MAX_FEATURES)
         out_feats = check_int("out_feats", out_feats, 1, MAX_FEATURES)
-        self._in_feats, self._out_feats, self._norm = (
-            in_feats,
-            out_feats,
-            norm,
-        )  # named as in DGL
+        # attributes are named as in DGL
+        self._in_feats, self._out_feats, self._norm = in_feats, out_feats, norm
         self._allow_zero_in_degree = allow_zero_in_degree
         self.weight = nn.Parameter(
             nn.init.xavier_uniform_(torch.empty(in_feats, out_feats))
@@ -71,7 +71,7 @@ class GraphConv(nn.Module):
         return graph_conv(graph, features, self.weight, self.bias, self._norm)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return features and norm for ``repr``."""
         return f"{self._in_feats}, {self._out_feats}, norm={self._norm}"
 
 
@@ -118,7 +118,7 @@ class MatrixNorm(nn.Module):
 
 @overridable
 def spread_norm(x: Tensor) -> Tensor:
-    """Normalise all entries with a whole GPU: torch's layer norm leaves a row, here all there is, to one block."""
+    """Return ``x`` normalised over all entries, on a whole GPU: torch's layer norm uses one block per row."""
     wide = x.float()
     variance, mean = torch.var_mean(wide, correction=0)
     return ((wide - mean) * torch.rsqrt(variance + LAYER_NORM_EPS)).to(x.dtype)
