@@ -1,9 +1,9 @@
-"""Costs of a product beside BitOps: each a value with its unit and its source.  Beyond the paper.
+"""Costs of a matmul other than BitOps, with their units and sources.  Beyond the paper.
 
-A product of a layer is so many multiply-accumulates (MACs) of two operands, which it reads, and a result, which it
-writes. A cost prices a MAC by the formats of the operands, or an element by the format in which it is moved. None
-counts what a format takes beside its elements: scales of ranges and blocks (but for their bytes, in "traffic"), sums of
-zero points, Hadamard rotations, rounding.
+``COSTS`` lists them. A matmul of a layer consists of multiply-accumulates (MACs), of two operands, which it reads, and
+of a result, which it writes. A cost prices a MAC by the formats of the operands, or an element by the format in which
+it is moved. No cost counts the overhead of a format: scales of ranges and blocks (except their bytes, in "traffic"),
+sums of zero points, Hadamard rotations, rounding.
 
 >>> from cpt_extras.formats.format import FORMATS
 >>> four, eight = FORMATS["e2m1"], FORMATS["e4m3"]
@@ -17,47 +17,59 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cpt_core.validation import check_choice
-from cpt_extras.formats.format import FORMATS, FULL, Format
+from cpt_extras.formats.format import FLOAT32_BITS, FORMATS, Format
 
-FLOAT32 = FORMATS["float32"]
+FLOAT32_FORMAT = FORMATS["float32"]
 
 
 class Operands(NamedTuple):
-    """The formats of a layer's operands in a training step; the two of the output's gradient are one by default."""
+    """Formats of a layer's operands in a training step.
+
+    Attributes:
+        activation: format of the input.
+        weight: format of the weight.
+        error: format of the output gradient in the matmul of the input gradient, dx = dy w.
+        weight_gradient: format of the output gradient in the matmul of the weight gradient, dw = x dy.
+    """
 
     activation: Format
     weight: Format
-    error: Format  # of the error product, dx = dy w
-    weight_gradient: Format  # of the weight-gradient product, dw = x dy
+    error: Format
+    weight_gradient: Format
 
 
-# a pass of a layer -> the roles of the operands of its product
-PASSES: Mapping[str, tuple[str, str]] = {
+# fields of Operands that a pass multiplies
+OPERANDS_BY_PASS: Mapping[str, tuple[str, str]] = {
     "forward": ("activation", "weight"),
     "error": ("error", "weight"),
     "weight": ("weight_gradient", "activation"),
 }
 
 
+def _free(*formats: Format) -> float:
+    """Return 0: a price of nothing."""
+    return 0.0
+
+
 @dataclass(frozen=True)
 class Cost:
-    """What a product costs.
+    """Cost model of a matmul.
 
     Attributes:
-        name: in ``COSTS``.
+        name: key in ``COSTS``.
         unit: of a price.
         source: the publication with its table or section, or "ours".
-        about: the model in words, and how it goes with BitOps.
-        per_mac: the price of a MAC by the formats of its operands, which may change places.
-        per_element: the price of an element that is read or written, by its format.
+        about: the model in words, and its relation to BitOps.
+        per_mac: price of a MAC by the formats of its operands, in any order.
+        per_element: price of an element that is read or written, by its format.
     """
 
     name: str
     unit: str
     source: str
     about: str
-    per_mac: Callable[[Format, Format], float] = lambda a, b: 0.0
-    per_element: Callable[[Format], float] = lambda f: 0.0
+    per_mac: Callable[[Format, Format], float] = _free
+    per_element: Callable[[Format], float] = _free
 
     def product(
         self,
@@ -66,30 +78,30 @@ class Cost:
         macs: float = 1,
         elements: tuple[float, float, float] = (1, 1, 1),
     ) -> float:
-        """Return the price of a product: its MACs, and each element moved once; results are written in float32.
+        """Return the price of a matmul: its MACs, and each element moved once; results are written in float32.
 
         Args:
             a: format of the first operand.
-            b: format of the second.
-            macs: multiply-accumulates.
-            elements: of the first operand, of the second, of the result.
+            b: format of the second operand.
+            macs: number of multiply-accumulates.
+            elements: numbers of elements of the first operand, the second operand and the result.
         """
         first, second, result = elements
-        moved = (
+        transfers = (
             first * self.per_element(a)
             + second * self.per_element(b)
-            + result * self.per_element(FLOAT32)
+            + result * self.per_element(FLOAT32_FORMAT)
         )
-        return macs * self.per_mac(a, b) + moved
+        return macs * self.per_mac(a, b) + transfers
 
     def step(self, operands: Operands) -> float:
-        """Return the price of a training step per forward MAC: one forward and two backward products of that size.
+        """Return the price of a training step per forward MAC: one forward and two backward matmuls of equal size.
 
-        Of a cost by elements: per element, of products whose operands and results have as many elements each.
+        For a cost by elements, the price is per element, of matmuls whose operands and results have equal sizes.
         """
         return sum(
             self.product(getattr(operands, a), getattr(operands, b))
-            for a, b in PASSES.values()
+            for a, b in OPERANDS_BY_PASS.values()
         )
 
 
@@ -98,26 +110,48 @@ def _bits(a: Format, b: Format) -> float:
 
 
 def _exponent(f: Format) -> int:
-    """Bits of an exponent: all but the sign, of a power of two; none, of whole numbers."""
+    """Return the bits of the exponent of a format; a power of two has no other bits but the sign."""
     return f.bits - 1 if f.kind == "log2" else f.exponent
 
 
-ACCUMULATOR = 32  # bits: an integer, or a float32, of which 24 are added and 8 compared
+ACCUMULATOR_BITS = 32  # an integer, or a float32, of which 24 are added and 8 compared
 
 
-# picojoules at 45 nm and 0.9 V: kind -> significands of the two multiplications of the table, with their energies
-MULTIPLICATION = {
-    "integer": ((8, 0.2), (32, 3.1)),
-    "float": ((11, 1.1), (24, 3.7)),
-}  # int8, int32; fp16, fp32
-ADDITION = {"integer": 0.1, "float": 0.9}  # int32, fp32
+class EnergyPoint(NamedTuple):
+    """Energy of one multiplication of a published table.
+
+    Attributes:
+        significand: bits of the significand of both operands.
+        picojoules: energy of the multiplication.
+    """
+
+    significand: int
+    picojoules: float
+
+
+# at 45 nm and 0.9 V: int8 and int32; fp16 and fp32
+MULTIPLICATION_ENERGY = {
+    "integer": (EnergyPoint(8, 0.2), EnergyPoint(32, 3.1)),
+    "float": (EnergyPoint(11, 1.1), EnergyPoint(24, 3.7)),
+}
+ADDITION_PICOJOULES = {"integer": 0.1, "float": 0.9}  # int32; fp32
 
 
 def _picojoules(a: Format, b: Format) -> float:
     kind = "float" if _exponent(a) or _exponent(b) else "integer"
-    (narrow, less), (wide, more) = MULTIPLICATION[kind]
-    power = math.log(more / less) / math.log(wide**2 / narrow**2)
-    return less * (a.significand * b.significand / narrow**2) ** power + ADDITION[kind]
+    narrow, wide = MULTIPLICATION_ENERGY[kind]
+    energy_ratio = wide.picojoules / narrow.picojoules
+    power = math.log(energy_ratio) / math.log(
+        wide.significand**2 / narrow.significand**2
+    )
+    relative_size = a.significand * b.significand / narrow.significand**2
+    multiplication = narrow.picojoules * relative_size**power
+    return multiplication + ADDITION_PICOJOULES[kind]
+
+
+def _adders(a: Format, b: Format) -> float:
+    exponent_adders = max(_exponent(a), _exponent(b))
+    return float(a.significand * b.significand + exponent_adders + ACCUMULATOR_BITS)
 
 
 COSTS: Mapping[str, Cost] = {
@@ -128,7 +162,7 @@ COSTS: Mapping[str, Cost] = {
             "32 x 32-bit MACs",
             "Wolfe and Kyrillidis, arXiv 2403.02243, section 4.1",
             "The product of the bits of both operands, of 32^2. Floats count with sign and exponent.",
-            per_mac=lambda a, b: _bits(a, b) / FULL**2,
+            per_mac=lambda a, b: _bits(a, b) / FLOAT32_BITS**2,
         ),
         Cost(
             "ace",
@@ -147,11 +181,7 @@ COSTS: Mapping[str, Cost] = {
             "last for the accumulation in 32 bits. A float's significand is its mantissa with the leading one, a whole "
             "number's all its bits, a power of two's one bit; shifters, normalisation and signs are not counted. Of "
             "whole numbers 1024 times BitOps, and 32 for every MAC.",
-            per_mac=lambda a, b: float(
-                a.significand * b.significand
-                + max(_exponent(a), _exponent(b))
-                + ACCUMULATOR
-            ),
+            per_mac=_adders,
         ),
         Cost(
             "traffic",
@@ -176,7 +206,7 @@ COSTS: Mapping[str, Cost] = {
 
 
 def cost_named(name: str) -> Cost:
-    """Return a cost of ``COSTS``; ValueError names them."""
+    """Return a cost of ``COSTS`` by name; ValueError, which lists the names, for another one."""
     if isinstance(name, str) and name == "seconds":
         raise ValueError(
             f"unknown cost 'seconds'; choose from {', '.join(COSTS)}; for seconds give a "

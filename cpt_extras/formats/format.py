@@ -1,9 +1,8 @@
-"""Number formats as values: which numbers an element may be, and the scale of a block.  Beyond the paper.
+"""Number formats: the values of an element, and the scale of a block.  Beyond the paper.
 
-The paper's grid is ``Format.affine(q)``; the others are those of today's hardware. A ``FormatLadder`` puts any of them
-on a precision schedule. Nothing here computes on tensors: ``cpt_extras.formats.format_rounding`` does.
-
-How a tensor is brought onto one, such as its ranges and its rounding, is that of ``FormatQuantizer``.
+The paper's grid is ``Format.affine(q)``; the other formats exist in today's hardware. A ``FormatLadder`` puts any of
+them on a precision schedule. A ``Format`` describes numbers only: ``FormatQuantizer`` adds the ranges and the rounding
+of a tensor, and ``cpt_extras.formats.format_rounding`` rounds tensors.
 
 >>> FORMATS["e2m1"].values().tolist()[8:]
 [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -21,30 +20,33 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpt_core.validation import check_choice, check_int, check_types, short_repr
+from cpt_extras.former_names import FormerName
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KINDS = ("affine", "symmetric", "minifloat", "log2")
+FORMAT_KINDS = ("affine", "symmetric", "minifloat", "log2")
 SPECIALS = ("none", "nan", "infinity")
-FULL = 32  # bits of what is not quantised
-UNSCALED = "unscaled"  # instead of a granularity: the values of an element as they are
-MOST_AFFINE = (
-    23  # float32 has 24 significant bits: from there on an affine grid changes nothing
+FLOAT32_BITS = 32
+UNSCALED = "unscaled"  # granularity of elements without a scale
+MAX_AFFINE_BITS = (
+    23  # float32 has 24 significant bits: finer affine grids change nothing
 )
-BITS = {
-    "affine": (1, MOST_AFFINE),
-    "symmetric": (2, MOST_AFFINE),
-    "minifloat": (3, FULL),
+MAX_LISTED_BITS = 16  # formats of more bits do not list their values
+BITS_RANGE = {  # smallest and largest number of bits, by kind
+    "affine": (1, MAX_AFFINE_BITS),
+    "symmetric": (2, MAX_AFFINE_BITS),
+    "minifloat": (3, FLOAT32_BITS),
     "log2": (2, 8),
 }
 
 
 @dataclass(frozen=True)
 class Format:
-    """One number format; make it with ``affine``, ``symmetric``, ``minifloat``, ``log2``, ``mx``, ``nvfp4``.
+    """A number format; make it with ``affine``, ``symmetric``, ``minifloat``, ``log2``, ``mx``, ``nvfp4``.
 
     Attributes:
         kind: of an element. "affine": 2**bits steps between the ends of a range; "symmetric": whole numbers about 0;
@@ -52,8 +54,8 @@ class Format:
         bits: of an element, sign and exponent included.
         exponent: bits of a minifloat's exponent.
         mantissa: bits of its mantissa, without the leading one.
-        specials: what the highest exponent of a minifloat holds: "infinity" (with NaN, as in IEEE 754), "nan" (numbers
-            but for the last code), "none" (numbers).
+        specials: special values at the highest exponent of a minifloat: "infinity" (with NaN, as in IEEE 754), "nan"
+            (the last code only, all others are numbers), "none" (all codes are numbers).
         block: elements along the last dimension that share a scale; 0 for one scale per range.
         scale: format of a block's scale: "e8m0" (a power of two) or "e4m3", with one float32 scale per tensor.
         partial: the last block of a row may be shorter; else a row that ``block`` does not divide is an error.
@@ -70,16 +72,18 @@ class Format:
     partial: bool = False
     saturate: bool = True
 
+    least_exponent = FormerName("least_exponent", "min_exponent")
+    greatest_exponent = FormerName("greatest_exponent", "max_exponent")
+
     def __post_init__(self) -> None:
         """Check the values."""
-        check_choice("kind of a format", self.kind, KINDS)
+        check_choice("kind of a format", self.kind, FORMAT_KINDS)
         check_types(type(self), vars(self))
         check_choice("specials", self.specials, SPECIALS)
         for name in ("bits", "exponent", "mantissa", "block"):
-            object.__setattr__(
-                self, name, check_int(f"{name} of a format", getattr(self, name), 0)
-            )
-        check_int(f"bits of {self.kind} formats", self.bits, *BITS[self.kind])
+            value = check_int(f"{name} of a format", getattr(self, name), 0)
+            object.__setattr__(self, name, value)
+        check_int(f"bits of {self.kind} formats", self.bits, *BITS_RANGE[self.kind])
         if self.kind == "minifloat":
             self._check_minifloat()
         elif self.exponent or self.mantissa or self.specials != "none":
@@ -87,10 +91,8 @@ class Format:
                 f"only minifloats have exponent, mantissa and specials, got {self!r}"
             )
         if self.block or self.scale:
-            if not (self.block and self.scale) or self.kind not in (
-                "minifloat",
-                "symmetric",
-            ):
+            has_both = self.block and self.scale
+            if not has_both or self.kind not in ("minifloat", "symmetric"):
                 raise ValueError(
                     "blocks of minifloats or whole numbers have a size and a scale, 'e8m0' or 'e4m3'"
                 )
@@ -109,7 +111,7 @@ class Format:
                 "float32, in which all is computed; give specials='infinity'"
             )
 
-    # --- makers -------------------------------------------------------------------------------------------------------
+    # --- constructors -------------------------------------------------------------------------------------------------
 
     @classmethod
     def affine(cls, bits: int, **options: Any) -> Format:
@@ -128,24 +130,16 @@ class Format:
         """Return a floating-point format with a sign, subnormals and the usual bias, 2**(exponent - 1) - 1.
 
         Args:
-            exponent: its bits, 2 to 8.
-            mantissa: its bits, 0 to 23.
-            specials: see ``Format``; None: as OCP has them, "nan" for e4m3, "none" below 8 bits, else "infinity".
-            options: of the other fields.
+            exponent: number of bits of the exponent, 2 to 8.
+            mantissa: number of bits of the mantissa, 0 to 23.
+            specials: see ``Format``; None takes OCP's: "nan" for e4m3, "none" below 8 bits, else "infinity".
+            options: values of further fields.
         """
-        bits = (
-            1
-            + check_int("exponent", exponent, 0, FULL)
-            + check_int("mantissa", mantissa, 0, FULL)
-        )
+        exponent_bits = check_int("exponent", exponent, 0, FLOAT32_BITS)
+        mantissa_bits = check_int("mantissa", mantissa, 0, FLOAT32_BITS)
+        bits = 1 + exponent_bits + mantissa_bits
         if specials is None:
-            specials = (
-                "none"
-                if bits < 8
-                else "nan"
-                if (exponent, mantissa) == (4, 3)
-                else "infinity"
-            )
+            specials = _default_specials(exponent, mantissa)
         return cls("minifloat", bits, exponent, mantissa, specials, **options)
 
     @classmethod
@@ -160,16 +154,14 @@ class Format:
         Args:
             element: a minifloat, or "int8" for MXINT8, or a ``symmetric`` format.
             block: elements that share a scale.
-            options: of the other fields.
+            options: values of further fields.
         """
-        chosen = (
-            cls.symmetric(8)
-            if isinstance(element, str) and element == "int8"
-            else cls.of(element)
-        )
-        return replace(
-            chosen, block=check_int("block", block, 1), scale="e8m0", **options
-        )
+        if isinstance(element, str) and element == "int8":
+            element_format = cls.symmetric(8)
+        else:
+            element_format = cls.of(element)
+        block = check_int("block", block, 1)
+        return replace(element_format, block=block, scale="e8m0", **options)
 
     @classmethod
     def nvfp4(cls, block: int = 16, **options: Any) -> Format:
@@ -183,84 +175,85 @@ class Format:
 
     @classmethod
     def of(cls, value: Format | str) -> Format:
-        """Return a format given by value, by a name of ``FORMATS``, or as ``str`` writes it."""
+        """Return the format of a ``value``: a format, a name of ``FORMATS``, or a string that ``str`` wrote."""
         if not isinstance(value, (Format, str)):
             raise ValueError(
                 f"a format is a Format or its name, got {short_repr(value)}"
             )
-        return value if isinstance(value, Format) else _parsed(value)
+        return value if isinstance(value, Format) else _parse(value)
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """Return its name; ``Format.of`` reads it."""
-        bare = replace(self, partial=False, saturate=True)
-        if bare in _NAMES:
-            name = _NAMES[bare]
+        """Return the name of the format; ``Format.of`` reads it."""
+        base = replace(self, partial=False, saturate=True)
+        name = _NAMES.get(base) or base._composed_name()
+        if self.partial:
+            name += ":partial=1"
+        if not self.saturate:
+            name += ":saturate=0"
+        return name
+
+    def _composed_name(self) -> str:
+        """Return the name of a format that has none in ``FORMATS``."""
+        if self.kind == "minifloat":
+            name = f"e{self.exponent}m{self.mantissa}"
         else:
-            name = (
-                f"e{self.exponent}m{self.mantissa}"
-                if self.kind == "minifloat"
-                else f"{self.kind}{self.bits}"
-            )
-            name = f"{_MAKERS[self.scale]}({name},{self.block})" if self.block else name
-            if (
-                self.kind == "minifloat"
-                and self.specials
-                != Format.minifloat(self.exponent, self.mantissa).specials
-            ):
+            name = f"{self.kind}{self.bits}"
+        if self.block:
+            name = f"{_BLOCK_PREFIXES[self.scale]}({name},{self.block})"
+        if self.kind == "minifloat":
+            if self.specials != _default_specials(self.exponent, self.mantissa):
                 name += f":specials={self.specials}"
-        return name + ":partial=1" * self.partial + ":saturate=0" * (not self.saturate)
+        return name
 
     @property
     def is_identity(self) -> bool:
-        """Whether every float32 number is one of its values: float32 itself."""
+        """True if rounding changes no float32 number: float32 itself."""
         return self.kind == "minifloat" and self.exponent == 8 and self.mantissa == 23
 
     @property
     def plain_affine(self) -> bool:
-        """Whether it is the paper's grid."""
+        """True for the paper's grid."""
         return self.kind == "affine" and self.saturate
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the stored exponent of a minifloat."""
+        """The bias of a minifloat, which is subtracted from the stored exponent."""
         return 2 ** (self.exponent - 1) - 1
 
     @property
-    def least_exponent(self) -> int:
-        """Of the smallest normal number of a minifloat; of the smallest power of two of ``log2``."""
+    def min_exponent(self) -> int:
+        """The exponent of the smallest normal number of a minifloat, or of the smallest power of two of ``log2``."""
         return 2 - 2 ** (self.bits - 1) if self.kind == "log2" else 1 - self.bias
 
     @property
-    def greatest_exponent(self) -> int:
-        """Of the largest number."""
+    def max_exponent(self) -> int:
+        """The exponent of the largest number."""
         return math.frexp(self.largest)[1] - 1
 
     @property
     def largest(self) -> float:
-        """The largest finite value of an element: of ``affine`` on the range from 0 to 1."""
+        """The largest finite value of an element; of an ``affine`` format on the range from 0 to 1."""
         if self.kind in ("affine", "log2"):
             return 1.0
         if self.kind == "symmetric":
             return 2.0 ** (self.bits - 1) - 1
-        top = (
-            2**self.exponent - 1 - self.bias - (self.specials == "infinity")
-        )  # the highest exponent of numbers
+        top_exponent = 2**self.exponent - 1 - self.bias
+        if self.specials == "infinity":
+            top_exponent -= 1
         if self.specials != "nan":
-            return (2 - 2.0**-self.mantissa) * 2.0**top
-        return (
-            (2 - 2.0 ** (1 - self.mantissa)) * 2.0**top
-            if self.mantissa
-            else 2.0 ** (top - 1)
-        )
+            return (2 - 2.0**-self.mantissa) * 2.0**top_exponent
+        if self.mantissa == 0:
+            return 2.0 ** (top_exponent - 1)
+        return (2 - 2.0 ** (1 - self.mantissa)) * 2.0**top_exponent
 
     @property
     def significand(self) -> int:
-        """Bits that a multiplier of two elements takes in: the mantissa with its leading one; else the magnitude."""
+        """Bits of an operand of a multiplier: of the mantissa with its leading one, or of the magnitude."""
         if self.kind == "minifloat":
             return self.mantissa + 1
-        return {"log2": 1, "affine": self.bits, "symmetric": self.bits}[self.kind]
+        return 1 if self.kind == "log2" else self.bits
 
     @property
     def bits_per_element(self) -> float:
@@ -268,68 +261,90 @@ class Format:
         return self.bits + (8 / self.block if self.block else 0)
 
     def values(self) -> Tensor:
-        """Return all finite values of an element in order, float32, 0 once: of at most 2**16, not yet scaled.
+        """Return all finite values of an element in order, float32, without a scale; 0 once.
 
-        Those of ``affine`` are of the range from 0 to 1.
+        The values of an ``affine`` format are on the range from 0 to 1.
+
+        Raises:
+            ValueError: for a format of more than 16 bits.
         """
-        import torch  # descriptions are read without it
+        import torch  # here, as formats are read without torch
 
-        if self.bits > 16:
+        if self.bits > MAX_LISTED_BITS:
             raise ValueError(
                 f"{self} has 2**{self.bits} values; formats of at most 16 bits list them"
             )
         if self.kind == "affine":
-            found = np.arange(2**self.bits) / (2**self.bits - 1)
+            values = np.arange(2**self.bits) / (2**self.bits - 1)
         else:
-            if self.kind == "symmetric":
-                half = np.arange(1.0, self.largest + 1)
-            elif self.kind == "log2":
-                half = 2.0 ** np.arange(self.least_exponent, 1.0)
-            else:
-                stored, mantissa = np.divmod(
-                    np.arange(1, 2 ** (self.bits - 1)), 2**self.mantissa
-                )
-                normal = stored > 0
-                exponents = np.where(normal, stored - self.bias, self.least_exponent)
-                half = (normal + mantissa * 2.0**-self.mantissa) * 2.0**exponents
-                half = half[half <= self.largest]
-            found = np.concatenate([-half[::-1], [0.0], half])
-        return torch.from_numpy(found.astype(np.float32))
+            positive = self._positive_values()
+            values = np.concatenate([-positive[::-1], [0.0], positive])
+        return torch.from_numpy(values.astype(np.float32))
+
+    def _positive_values(self) -> NDArray[np.float64]:
+        """Return the positive finite values of an element that is not affine, rising."""
+        if self.kind == "symmetric":
+            return np.arange(1.0, self.largest + 1)
+        if self.kind == "log2":
+            return 2.0 ** np.arange(self.min_exponent, 1.0)
+
+        codes = np.arange(1, 2 ** (self.bits - 1))
+        stored_exponent, mantissa = np.divmod(codes, 2**self.mantissa)
+        normal = stored_exponent > 0
+        exponents = np.where(normal, stored_exponent - self.bias, self.min_exponent)
+        values = (normal + mantissa * 2.0**-self.mantissa) * 2.0**exponents
+        return values[values <= self.largest]
 
 
-_MAKERS = {"e8m0": "mx", "e4m3": "nv"}
-_FLAG = {"0": False, "1": True}
-OPTIONS = ("specials", "partial", "saturate")
+def _default_specials(exponent: int, mantissa: int) -> str:
+    """Return the special values of OCP's minifloats."""
+    if 1 + exponent + mantissa < 8:
+        return "none"
+    return "nan" if (exponent, mantissa) == (4, 3) else "infinity"
+
+
+_BLOCK_PREFIXES = {"e8m0": "mx", "e4m3": "nv"}  # of names, by the format of the scale
+_FLAG_VALUES = {"0": False, "1": True}
+FORMAT_OPTIONS = ("specials", "partial", "saturate")  # after the name of a format
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> Format:
-    """Read what ``Format.__str__`` wrote, or a name of ``FORMATS``."""
-    name, *rest = text.split(":")
+def _parse(text: str) -> Format:
+    """Return the format of a string that ``Format.__str__`` wrote, or of a name of ``FORMATS``."""
+    name, *parts = text.split(":")
     options: dict[str, Any] = {}
-    for part in rest:
+    for part in parts:
         key, _, value = part.partition("=")
-        check_choice("option of a format", key, OPTIONS)
-        if key != "specials" and value not in _FLAG:
+        check_choice("option of a format", key, FORMAT_OPTIONS)
+        if key != "specials" and value not in _FLAG_VALUES:
             raise ValueError(f"option {key!r} of format {text!r} cannot be {value!r}")
-        options[key] = _FLAG.get(value, value)
+        options[key] = _FLAG_VALUES.get(value, value)
+
     if name in FORMATS:
         return replace(FORMATS[name], **options)
-    if found := re.fullmatch(r"(mx|nv)\((\w+),(\d+)\)", name):
-        scale = {v: k for k, v in _MAKERS.items()}[found[1]]
-        return replace(
-            _element(found[2], text), block=int(found[3]), scale=scale, **options
-        )
-    return replace(_element(name, text), **options)
+    match = re.fullmatch(r"(mx|nv)\((\w+),(\d+)\)", name)
+    if match is None:
+        return replace(_parse_element(name, text), **options)
+    prefix, element, block = match.groups()
+    scales = {prefix: scale for scale, prefix in _BLOCK_PREFIXES.items()}
+    return replace(
+        _parse_element(element, text),
+        block=int(block),
+        scale=scales[prefix],
+        **options,
+    )
 
 
-def _element(name: str, text: str) -> Format:
-    if found := re.fullmatch(r"e(\d)m(\d+)", name):
-        return Format.minifloat(int(found[1]), int(found[2]))
-    if found := re.fullmatch(r"(affine|symmetric|log2_)(\d+)", name):
-        return Format(found[1].rstrip("_"), int(found[2]))
+def _parse_element(name: str, text: str) -> Format:
+    """Return the format of an element by its name; ValueError, with the whole ``text``, for other names."""
+    minifloat = re.fullmatch(r"e(\d)m(\d+)", name)
+    if minifloat:
+        return Format.minifloat(int(minifloat[1]), int(minifloat[2]))
+    integer = re.fullmatch(r"(affine|symmetric|log2_)(\d+)", name)
+    if integer:
+        return Format(integer[1].rstrip("_"), int(integer[2]))
     check_choice("format", text, FORMATS)
-    raise AssertionError  # it is none of them
+    raise AssertionError("check_choice raises for a name that is no format")
 
 
 # Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats Specification 1.0; NVFP4: NVIDIA's
@@ -358,9 +373,9 @@ _NAMES = {value: name for name, value in FORMATS.items()}
 
 def check_blocks(shape: Sequence[int], format: Format) -> None:
     """Raise ValueError unless the blocks of a format divide the last dimension, or the last block may be shorter."""
-    if format.block and (
-        not shape or (shape[-1] % format.block and not format.partial)
-    ):
+    if not format.block:
+        return
+    if not shape or (shape[-1] % format.block and not format.partial):
         raise ValueError(
             f"blocks of {format.block} do not divide the last dimension of a tensor of shape {tuple(shape)}; "
             f"with partial=True the last block of a row of {format} may be shorter"

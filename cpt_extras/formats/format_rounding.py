@@ -1,6 +1,8 @@
-"""Rounding to number formats other than the paper's, plain, in every backend.  Beyond the paper.
+"""Rounding to number formats other than the paper's, in plain torch for every backend.  Beyond the paper.
 
-A format other than affine has scales s: x / s is rounded to the values of an element, and what comes out times s.
+A format other than affine has scales s: x / s is rounded to the values of an element, and the result multiplied by s.
+``round_to_format`` rounds a tensor on a given range, ``round_elements`` with given scales; ``rotate`` is a random
+Hadamard rotation.
 
     one per range       s = max |x| / largest
     mx                  s = 2**(floor(log2(max |x| of a block)) - exponent of the largest), from 2**-127 to 2**127
@@ -27,14 +29,14 @@ from cpt_core.quantization.rounding import MIN_SCALE, hash_noise, noise
 from cpt_extras.formats.format import FORMATS, UNSCALED, Format, check_blocks
 from cpt_extras.operations.autocast_matmul import matmul
 
-LEAST_SCALE = 2.0**-126  # the smallest normal float32: of a range of zeros too
-WIDE = 16  # bits of a minifloat from which on it is not scaled
-SCALE = FORMATS["e4m3"]  # of a block of nvfp4
+MIN_FORMAT_SCALE = 2.0**-126  # the smallest normal float32; also the scale of zeros
+MIN_UNSCALED_BITS = 16  # minifloats of so many bits and more are not scaled
+BLOCK_SCALE_FORMAT = FORMATS["e4m3"]  # of nvfp4
 
 
-def into(own: Tensor) -> Tensor | None:
-    """Return a tensor that may be written over; None for compilers, whose graphs hold no such thing and need none."""
-    return None if torch.compiler.is_compiling() else own
+def out_buffer(x: Tensor) -> Tensor | None:
+    """Return a tensor to overwrite by ``out=``; None under a compiler, which plans memory itself."""
+    return None if torch.compiler.is_compiling() else x
 
 
 def round_to_format(
@@ -45,7 +47,16 @@ def round_to_format(
     format: Format,
     key: Tensor | None,
 ) -> Tensor:
-    """Round to a format on a given range; as ``grids.round_in_range``."""
+    """Round ``x`` to a format on a given range.
+
+    Args:
+        x: floating-point tensor.
+        low: low ends of the ranges.
+        width: of the ranges.
+        granularity: of the ranges; ``UNSCALED`` rounds without a scale.
+        format: number format.
+        key: of the noise of stochastic rounding; None rounds to nearest.
+    """
     if format.is_identity:
         return x.clone()
     y = x.float()
@@ -53,14 +64,16 @@ def round_to_format(
         rounded = _in_blocks(y, low, width, format, key)
     elif format.kind == "affine":
         rounded = affine(y, low, width, format, key)
-    elif granularity == UNSCALED or (
-        format.kind == "minifloat" and format.bits >= WIDE
-    ):
+    elif granularity == UNSCALED or _is_wide_minifloat(format):
         rounded = round_elements(y, None, format, key)
     else:
-        scale = (_largest(low, width) / format.largest).clamp_min(LEAST_SCALE)
+        scale = (_largest(low, width) / format.largest).clamp_min(MIN_FORMAT_SCALE)
         rounded = round_elements(y, scale, format, key)
     return rounded.to(x.dtype)
+
+
+def _is_wide_minifloat(format: Format) -> bool:
+    return format.kind == "minifloat" and format.bits >= MIN_UNSCALED_BITS
 
 
 def _largest(low: Tensor, width: Tensor) -> Tensor:
@@ -80,66 +93,73 @@ def _in_blocks(
     if format.scale == "e8m0":
         scale = _power_of_two(largest, format)
     else:
-        whole = (_largest(low, width) / (format.largest * SCALE.largest)).clamp_min(
-            LEAST_SCALE
+        largest_scaled = format.largest * BLOCK_SCALE_FORMAT.largest
+        range_scale = (_largest(low, width) / largest_scaled).clamp_min(
+            MIN_FORMAT_SCALE
         )
-        if whole.dim():
-            whole = (
-                whole.expand((*x.shape[:-1], 1))
-                .expand(*x.shape[:-1], shape[-1] // format.block)
-                .reshape(-1, 1)
-            )
-        scale = _two_scales(largest, whole, format)
+        if range_scale.dim():
+            blocks_per_row = shape[-1] // format.block
+            by_row = range_scale.expand((*x.shape[:-1], 1))
+            by_block = by_row.expand(*x.shape[:-1], blocks_per_row)
+            range_scale = by_block.reshape(-1, 1)
+        scale = _two_scales(largest, range_scale, format)
     y = round_elements(rows, scale, format, key)
     return y.reshape(shape)[..., :size]
 
 
 def _power_of_two(largest: Tensor, format: Format) -> Tensor:
     """Return the e8m0 scales of blocks; OCP's NaN where a number is not finite."""
-    power = (largest.view(torch.int32) & 0x7F800000).view(
-        torch.float32
-    )  # 2**floor(log2), and 0 of subnormal numbers
-    shift = 2.0**-format.greatest_exponent
-    if (
-        format.kind == "symmetric"
-    ):  # OCP's integers are fractions of 1, and the limits are those of their scale
+    # 2**floor(log2(largest)), and 0 for subnormal numbers
+    power = (largest.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
+    shift = 2.0**-format.max_exponent
+    if format.kind == "symmetric":
+        # OCP's integers are fractions of 1, and the limits apply to the scale of these fractions
         scale = power.clamp(2.0**-127, 2.0**127) * shift
     else:
         scale = (power * shift).clamp(2.0**-127, 2.0**127)
     return torch.where(largest.isfinite(), scale, math.nan)
 
 
-def _two_scales(largest: Tensor, whole: Tensor, format: Format) -> Tensor:
-    """Return the product of the e4m3 scales of blocks and the float32 scale; 0 where the first comes out as 0."""
-    return round_elements(largest / format.largest / whole, None, SCALE, None) * whole
+def _two_scales(largest: Tensor, range_scale: Tensor, format: Format) -> Tensor:
+    """Return the e4m3 scales of blocks, times the float32 scale of their range."""
+    relative = largest / format.largest / range_scale
+    return round_elements(relative, None, BLOCK_SCALE_FORMAT, None) * range_scale
 
 
 def affine(
     x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None = None
 ) -> Tensor:
-    """Round to the affine grid of a range, as ``rounding.round_to_grid``; infinity is NaN."""
+    """Round to the affine grid of a range; infinity becomes NaN.
+
+    Args:
+        x: float32.
+        low: low ends of the ranges.
+        width: of the ranges.
+        format: affine.
+        key: of the noise of stochastic rounding; None rounds to nearest.
+    """
     n = 2.0**format.bits - 1
     scale = (width / n).clamp_min(MIN_SCALE)
     k = (x - low) / scale
     if key is not None:
-        k = torch.add(k, noise(key, k), out=into(k))
-    k = torch.round(k, out=into(k))
+        k = torch.add(k, noise(key, k), out=out_buffer(k))
+    k = torch.round(k, out=out_buffer(k))
     if not format.saturate:
         k = torch.where((k < 0) | (k > n), math.nan, k)
-    k = torch.clamp(k, 0, n, out=into(k))
-    y = torch.mul(k, scale, out=into(k))
-    y = torch.add(y, low, out=into(y))
-    return torch.add(y, x * 0, out=into(y))
+    k = torch.clamp(k, 0, n, out=out_buffer(k))
+    y = torch.mul(k, scale, out=out_buffer(k))
+    y = torch.add(y, low, out=out_buffer(y))
+    return torch.add(y, x * 0, out=out_buffer(y))
 
 
-# --- the values of an element: minifloats, powers of two and whole numbers, exactly -----------------------------------
+# --- exact rounding to the values of an element: minifloats, powers of two and whole numbers --------------------------
 
 # A float32 x between 2**e and 2**(e + 1) has neighbours at multiples of 2**(e - m) in a format with m bits of mantissa;
-# below its smallest normal number at those of that one. Adding 1.5 * 2**23 times this step, and taking it away again,
-# leaves x rounded to such a multiple, half to even: that is all that float32's own addition has bits for.
-EXPONENT = 0x7F800000  # the bits of a float32's exponent
+# below the smallest normal number, multiples of the step at that number. Adding 1.5 * 2**23 times this step and
+# subtracting it again rounds x to such a multiple, half to even, as float32 has no bits for a finer sum.
+EXPONENT_MASK = 0x7F800000  # the bits of a float32's exponent
 # torch rounds to these itself, half to even; both have infinities
-NATIVE = {(8, 7, "infinity"): torch.bfloat16, (5, 10, "infinity"): torch.float16}
+NATIVE_DTYPES = {(8, 7, "infinity"): torch.bfloat16, (5, 10, "infinity"): torch.float16}
 
 
 def round_elements(
@@ -149,7 +169,7 @@ def round_elements(
 
     Args:
         x: float32.
-        scale: float32, broadcastable to ``x``; where it is 0, so is the result; None for none.
+        scale: float32, broadcastable to ``x``; where it is 0, the result is 0; None rounds without a scale.
         format: not affine.
         key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
     """
@@ -162,77 +182,76 @@ def _rounded(
     if scale is None:
         return _bounded(x, format, noise)
     y = _bounded(x / torch.where(scale == 0, 1.0, scale), format, noise)
-    return torch.mul(y, scale, out=into(y))
+    return torch.mul(y, scale, out=out_buffer(y))
 
 
 def _bounded(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
-    """Round, then saturate or overflow; into memory of its own."""
+    """Round to new memory, then saturate or overflow."""
     largest = format.largest
+    native_dtype = NATIVE_DTYPES.get(
+        (format.exponent, format.mantissa, format.specials)
+    )
     if format.kind == "symmetric":
-        y = _whole(x, noise)
-    elif noise is None and (
-        native := NATIVE.get((format.exponent, format.mantissa, format.specials))
-    ):
-        y = x.to(native).float()
+        y = _round_to_integers(x, noise)
+    elif noise is None and native_dtype is not None:
+        y = x.to(native_dtype).float()
     else:
-        y = _floating(x, format, noise)
+        y = _round_to_floats(x, format, noise)
     if format.saturate:
-        y = torch.clamp(y, -largest, largest, out=into(y))
+        y = torch.clamp(y, -largest, largest, out=out_buffer(y))
         if format.specials == "infinity":
             return torch.where(x.isinf(), x, y)
-        return torch.add(y, x * 0, out=into(y))  # NaN of infinity
-    beyond = x.isinf() | (y.abs() > largest)
-    return torch.where(
-        beyond, x * math.inf if format.specials == "infinity" else math.nan, y
-    )
+        return torch.add(y, x * 0, out=out_buffer(y))  # infinity becomes NaN
+    overflows = x.isinf() | (y.abs() > largest)
+    if format.specials == "infinity":
+        return torch.where(overflows, x * math.inf, y)
+    return torch.where(overflows, math.nan, y)
 
 
-def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
+def _round_to_integers(x: Tensor, noise: Tensor | None) -> Tensor:
     y = x.round()
     return y if noise is None else y + (x - y + noise).round()
 
 
-def _floating(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
+def _round_to_floats(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
+    """Round to a minifloat or to powers of two without bounds."""
     mantissa = format.mantissa
-    power = (x.view(torch.int32) & EXPONENT).view(torch.float32)  # 2**e
+    power = (x.view(torch.int32) & EXPONENT_MASK).view(torch.float32)  # 2**e
     power = torch.clamp(
         power,
-        2.0**format.least_exponent,
-        2.0**format.greatest_exponent,
-        out=into(power),
+        2.0**format.min_exponent,
+        2.0**format.max_exponent,
+        out=out_buffer(power),
     )
-    if (
-        wide := mantissa > 20 or format.greatest_exponent + 24 - mantissa > 127
-    ):  # beyond what float32 holds
+    needs_float64 = mantissa > 20 or format.max_exponent + 24 - mantissa > 127
+    if needs_float64:
         x, power = x.double(), power.double()
-    shift = 1.5 * 2.0 ** ((52 if wide else 23) - mantissa)
-    if mantissa or noise is not None:
-        magic = (
-            power * shift
-            if noise is not None
-            else torch.mul(power, shift, out=into(power))
-        )
+    shift = 1.5 * 2.0 ** ((52 if needs_float64 else 23) - mantissa)
+    if noise is not None:
+        magic = power * shift
+    elif mantissa:
+        magic = torch.mul(power, shift, out=out_buffer(power))
     else:  # a code is even where its exponent is, not where the multiple is
-        odd = (power.float().view(torch.int32) >> 23) & 1
-        magic = power * (shift + 1 - odd.to(power.dtype))
+        is_odd = (power.float().view(torch.int32) >> 23) & 1
+        magic = power * (shift + 1 - is_odd.to(power.dtype))
     y = x + magic
-    y = torch.sub(y, magic, out=into(y))
+    y = torch.sub(y, magic, out=out_buffer(y))
     if noise is not None:
         rest = torch.addcmul(x - y, noise, power, value=2.0**-mantissa)
-        rest = torch.add(rest, magic, out=into(rest))
-        rest = torch.sub(rest, magic, out=into(rest))
-        y = torch.add(y, rest, out=into(y))
+        rest = torch.add(rest, magic, out=out_buffer(rest))
+        rest = torch.sub(rest, magic, out=out_buffer(rest))
+        y = torch.add(y, rest, out=out_buffer(y))
     return y.float()
 
 
-# --- a random Hadamard rotation, which spreads what is large in a few places over all of them ------------------------
+# --- random Hadamard rotation, which spreads outliers over a whole block ------------------------
 
 
 def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
     """Rotate blocks of ``size`` along the last dimension by one orthonormal matrix, D H / sqrt(size).
 
-    H is Walsh's matrix of -1 and 1, D has random signs on its diagonal. Both operands of a product that are rotated
-    along its sum, with the same seed, have the same product.
+    H is Walsh's matrix of -1 and 1, D has random signs on its diagonal. A rotation of both operands of a matmul along
+    its sum, by one seed, does not change the result.
 
     >>> x = torch.tensor([[8.0, 0.0, 0.0, 0.0]])
     >>> rotate(x, 4, seed=0).abs().tolist(), rotate(rotate(x, 4, seed=0), 4, seed=0, inverse=True).tolist()
@@ -251,11 +270,14 @@ def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
         raise ValueError(
             f"rotations of {size} do not divide the last dimension of a tensor of shape {tuple(x.shape)}"
         )
-    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
-    matrix = torch.ones(1, 1, device=x.device)
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, step)
-    signs = hash_noise(torch.tensor(seed, device=x.device), size)
-    matrix = torch.where(signs[:, None] < 0, -matrix, matrix) * size**-0.5
+    walsh_2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
+    walsh = torch.ones(1, 1, device=x.device)
+    while len(walsh) < size:
+        walsh = torch.kron(walsh, walsh_2)
+
+    noise = hash_noise(torch.tensor(seed, device=x.device), size)
+    rotation = torch.where(noise[:, None] < 0, -walsh, walsh) * size**-0.5
+    if inverse:
+        rotation = rotation.t()
     blocks = x.unflatten(-1, (-1, size))
-    return matmul(blocks, (matrix.t() if inverse else matrix).to(x.dtype)).flatten(-2)
+    return matmul(blocks, rotation.to(x.dtype)).flatten(-2)

@@ -1,8 +1,8 @@
-"""Ladders of formats: what a schedule climbs, a format for each of its levels.  Beyond the paper.
+"""Format ladders: a number format for every level of a schedule.  Beyond the paper.
 
-A schedule says which level is in force at a step; the ladder says what that level is. On the ladder of the paper,
-``AFFINE``, level q is the affine grid of q bits, and levels of 24 and more are float32. Whatever works on schedules,
-such as solver, deficits, delays, allocation and range test, works on any ladder.
+A schedule determines the active level of a step; the ladder determines the format of that level. On the ladder of the
+paper, ``AFFINE``, level q is the affine grid of q bits, and levels of 24 and more are float32. Solver, deficits,
+delays, allocation and range test work on any ladder.
 
 >>> ladder = FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
 >>> ladder.levels, str(ladder[6]), ladder.bits(3)
@@ -19,22 +19,22 @@ from typing import Any
 
 from cpt_core.validation import check_int, check_types, short_repr
 from cpt_extras.formats.costs import Operands, cost_named
-from cpt_extras.formats.format import FORMATS, MOST_AFFINE, Format
+from cpt_extras.formats.format import FORMATS, MAX_AFFINE_BITS, Format
 from cpt_extras.formats.quantizer import FormatQuantizer
 
-MOST_LEVEL = 32
+MAX_LEVEL = 32
 
 
 class FormatLadder:
-    """A format for every level; a value: equal ladders are equal, and hash alike.
+    """A format for every level. Ladders are values: those with equal formats are equal and have one hash.
 
     Args:
         formats: level, 1 to 32 -> format or its name, also with options of rounding ("mxfp4:rounding=stochastic"), or
-            a ``FormatQuantizer``. Levels need not follow each other, but a schedule that stands on one that is missing
-            is refused: see ``filled``.
+            a ``FormatQuantizer``. Levels may be missing, but a schedule that uses a missing level is an error: see
+            ``filled``.
 
     Raises:
-        ValueError: for no levels, levels that are no whole numbers from 1 to 32, and what is no format.
+        ValueError: for no levels, levels that are no whole numbers from 1 to 32, and values that are no formats.
     """
 
     def __init__(self, formats: Mapping[int, Format | FormatQuantizer | str]) -> None:
@@ -44,39 +44,39 @@ class FormatLadder:
                 f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}"
             )
         try:
-            found = {
-                check_int("level", level, 1, MOST_LEVEL): FormatQuantizer.of(value)
+            quantizers = {
+                check_int("level", level, 1, MAX_LEVEL): FormatQuantizer.of(value)
                 for level, value in formats.items()
             }
         except ValueError as error:
             raise ValueError(f"formats of a ladder: {error}") from None
-        self._levels = dict(sorted(found.items()))
-        self._hash = hash(tuple(self._levels.items()))  # asked for at every step
+        self._levels = dict(sorted(quantizers.items()))
+        self._hash = hash(tuple(self._levels.items()))  # needed at every step
 
     @classmethod
     def affine(cls) -> FormatLadder:
-        """Return the paper's: level q is the affine grid of q bits, from 24 on float32."""
+        """Return the paper's ladder: level q is the affine grid of q bits, levels from 24 on are float32."""
         return AFFINE
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels, from the lowest up."""
+        """The levels, rising."""
         return tuple(self._levels)
 
     def __getitem__(self, level: int) -> Format:
-        """Return the format of a level; 32 is float32 on every ladder that says nothing else.
+        """Return the format of a level; level 32 is float32 unless the ladder has another format there.
 
         Raises:
-            ValueError: for a level that the ladder does not have; it names those there are.
+            ValueError: for a level that the ladder does not have; it names the existing levels.
         """
         format = self.quantizer(level).format
         assert format is not None
         return format
 
     def quantizer(self, level: int) -> FormatQuantizer:
-        """Return the format of a level with how a tensor is brought onto it; errors as above."""
-        level = check_int("level", level, 1, MOST_LEVEL)
-        if level == MOST_LEVEL and level not in self._levels:
+        """Return the format of a level with its ranges and rounding; ValueError for a missing level."""
+        level = check_int("level", level, 1, MAX_LEVEL)
+        if level == MAX_LEVEL and level not in self._levels:
             return FormatQuantizer(format=FORMATS["float32"])
         if level not in self._levels:
             raise ValueError(
@@ -86,7 +86,7 @@ class FormatLadder:
         return self._levels[level]
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the levels; so ``3 in ladder`` asks for one."""
+        """Iterate over the levels, so that ``3 in ladder`` tests for a level."""
         return iter(self._levels)
 
     def bits(self, level: int) -> int:
@@ -94,27 +94,29 @@ class FormatLadder:
         return self[level].bits
 
     def priced(self, level: int) -> Format:
-        """Return what is priced at a level: its format, but for what BitOps count otherwise.
+        """Return the format that prices a level.
 
-        Levels 24 to 31 of the paper's ladder have the numbers of float32 and count as floats of 24 to 31 bits.
+        It is the format of the level, except for levels 24 to 31 of the paper's ladder: these have the numbers of
+        float32, and BitOps count floats of 24 to 31 bits.
         """
-        found = self[level]
-        if found.is_identity and MOST_AFFINE < level < found.bits and self == AFFINE:
+        format = self[level]
+        is_shorter_float = MAX_AFFINE_BITS < level < format.bits
+        if format.is_identity and is_shorter_float and self == AFFINE:
             return Format.minifloat(8, level - 9)
-        return found
+        return format
 
     def cost(
         self, name: str = "bitops", gradients: Format | str | int | None = None
     ) -> Callable[[int], float]:
-        """Return a function, level -> cost of a training step, such as ``solve_schedule(budget, ..., cost=...)`` takes.
+        """Return the cost of a training step as a function of its level, for ``solve_schedule(..., cost=...)``.
 
-        A step is a forward product and two backward products of the same size, see ``Cost.step``; weights and
-        activations are at the level, the output's gradient at another.
+        A step is a forward matmul and two backward matmuls of equal size, see ``Cost.step``; weights and activations
+        are at the level, output gradients in the format of ``gradients``.
 
         Args:
             name: of ``COSTS``.
-            gradients: format of the output's gradient or its name, or a level of this ladder; None takes the highest
-                level, which on the paper's ladder is float32: give it ``q_max`` for the paper's convention.
+            gradients: format of output gradients or its name, or a level of this ladder; None takes the highest level,
+                which on the paper's ladder is float32: give ``q_max`` for the paper's convention.
 
         Raises:
             ValueError: for another name or format; the function, for a level that the ladder does not have.
@@ -126,31 +128,30 @@ class FormatLadder:
         cost = cost_named(name)
         if gradients is None:
             gradients = self.levels[-1]
-        g = (
-            Format.of(gradients)
-            if isinstance(gradients, (Format, str))
-            else self.priced(gradients)
-        )
+        if isinstance(gradients, (Format, str)):
+            gradient_format = Format.of(gradients)
+        else:
+            gradient_format = self.priced(gradients)
 
         @cache
         def step(level: int) -> float:
-            q = self.priced(level)
-            return cost.step(Operands(q, q, g, g))
+            format = self.priced(level)
+            return cost.step(Operands(format, format, gradient_format, gradient_format))
 
         return step
 
     def check(self, levels: Iterable[int]) -> None:
-        """Raise ValueError unless all levels of a schedule are here."""
+        """Raise ValueError unless the ladder has all ``levels``."""
         check_types(self.check, locals())
         for level in dict.fromkeys(levels):
             self[check_int("each of levels", level)]
 
     def filled(self) -> FormatLadder:
-        """Return the ladder without holes: between two levels the format of the lower one."""
-        found: dict[int, FormatQuantizer] = {}
+        """Return the ladder without missing levels: each gets the format of the next lower level."""
+        quantizers: dict[int, FormatQuantizer] = {}
         for level in range(self.levels[0], self.levels[-1] + 1):
-            found[level] = self._levels.get(level) or found[level - 1]
-        return FormatLadder(found)
+            quantizers[level] = self._levels.get(level) or quantizers[level - 1]
+        return FormatLadder(quantizers)
 
     def to_dict(self) -> dict[str, str]:
         """Return a JSON-able description; ``from_dict`` gives an equal ladder."""
@@ -168,7 +169,7 @@ class FormatLadder:
             ) from None
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same formats at the same levels."""
+        """Return whether two ladders have equal levels with equal formats."""
         return isinstance(other, FormatLadder) and self._levels == other._levels
 
     def __hash__(self) -> int:
@@ -176,28 +177,30 @@ class FormatLadder:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Names hash otherwise in another process."""
+        """Pickle the formats without the hash, which differs between processes."""
         return FormatLadder, (self._levels,)
 
     def __repr__(self) -> str:
-        """Return what makes it."""
+        """Return an expression that makes the ladder."""
         if self == AFFINE:
             return "FormatLadder.affine()"
         return f"FormatLadder({ {level: str(value) for level, value in self._levels.items()} })"
 
 
-def ladder_of(
+def as_ladder(
     value: FormatLadder | Mapping[int, Format | FormatQuantizer | str] | None,
 ) -> FormatLadder:
-    """Return a ladder given as one, as a mapping, or None for the paper's."""
+    """Return the ladder of a ``value``: a ladder, a mapping of levels to formats, or None for the paper's."""
     if value is None:
         return AFFINE
     return value if isinstance(value, FormatLadder) else FormatLadder(value)
 
 
-_FINE = dict.fromkeys(range(MOST_AFFINE + 1, MOST_LEVEL + 1), FORMATS["float32"])
-AFFINE = FormatLadder({q: Format.affine(q) for q in range(1, MOST_AFFINE + 1)} | _FINE)
-# Those of recipes: keys of specs. Blocks of the second may be shorter at the end of a row, so that any layer has them.
+_GRIDS = {q: Format.affine(q) for q in range(1, MAX_AFFINE_BITS + 1)}
+_FLOAT32_LEVELS = range(MAX_AFFINE_BITS + 1, MAX_LEVEL + 1)
+AFFINE = FormatLadder(_GRIDS | dict.fromkeys(_FLOAT32_LEVELS, FORMATS["float32"]))
+# Ladders of recipes by name, which specs store. The last block of a row of "mx" may be shorter, so that any layer can
+# take these formats.
 LADDERS: Mapping[str, FormatLadder] = {
     "affine": AFFINE,
     "minifloat": FormatLadder({4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3", 8: "e4m3"}),

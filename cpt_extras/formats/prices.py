@@ -1,4 +1,4 @@
-"""Prices by the formats of operands: of counted passes, and of training steps on a ladder.  Beyond the paper.
+"""Prices of counted passes, and of training steps on a ladder, by the formats of operands.  Beyond the paper.
 
 ``cpt_core`` counts operations and prices them in BitOps. This module prices them by all of ``COSTS``: for the plan and
 the ledger from their ``Tally``, for ``relative_cost`` from the levels of every step.
@@ -18,7 +18,7 @@ from cpt_core.schedules.cost import Ladders, StepCost, step_cost, whole_bits
 from cpt_core.validation import check_bits
 from cpt_extras.formats.costs import COSTS, Operands, cost_named
 from cpt_extras.formats.format import Format
-from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
+from cpt_extras.formats.ladder import AFFINE, FormatLadder, as_ladder
 from cpt_extras.optional_libraries import import_optional
 from cpt_extras.validation import check_float
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def layer_prices(tally: Tally) -> dict[str, dict[str, float]]:
-    """Return layer -> name of a cost -> total, in its unit."""
+    """Return the totals of every cost, in its unit, by layer and name of the cost."""
     prices: dict[str, dict[str, float]] = {}
     for counted, macs in tally.macs.items():
-        first, second = _format_of(counted.first), _format_of(counted.second)
+        first, second = _as_format(counted.first), _as_format(counted.second)
         elements = _moved_elements(counted.name, *tally.elements[counted])
         totals = prices.setdefault(counted.layer, dict.fromkeys(COSTS, 0.0))
         for name, cost in COSTS.items():
@@ -41,31 +41,39 @@ def layer_prices(tally: Tally) -> dict[str, dict[str, float]]:
 
 
 def _moved_elements(name: str, x: int, w: int, y: int) -> tuple[int, int, int]:
-    """Return the elements that a pass moves: of its operands, in the order of ``PASSES``, and of its result."""
+    """Return the numbers of elements of a pass: of its operands, in the order of ``OPERANDS_BY_PASS``, and its result.
+
+    Args:
+        name: of the pass.
+        x: elements of the input.
+        w: elements of the weight.
+        y: elements of the output.
+    """
     return {"forward": (x, w, y), "error": (y, w, x), "weight": (y, x, w)}[name]
 
 
 def total_prices(tally: Tally) -> dict[str, float]:
-    """Return name of a cost -> total over layers, in its unit."""
-    prices = layer_prices(tally).values()
-    totals = {name: float(sum(layer[name] for layer in prices)) for name in COSTS}
+    """Return the total over layers of every cost, in its unit, by name."""
+    by_layer = layer_prices(tally).values()
+    totals = {}
+    for name in COSTS:
+        totals[name] = float(sum(prices[name] for prices in by_layer))
     return totals | {"bitops": tally.total()}
 
 
 def price_table(tally: Tally) -> pd.DataFrame:
-    """Return a row per layer and one of totals, a column per cost, with its unit."""
+    """Return a table of prices: a row per layer and one of totals, a column per cost."""
     rows = {**layer_prices(tally), "total": total_prices(tally)}
     pandas = import_optional("pandas", "lab")
     frame = pandas.DataFrame(
         list(rows.values()), index=pandas.Index(rows, name="layer"), columns=list(COSTS)
     )
-    return frame.rename(
-        columns={name: f"{name} ({cost.unit})" for name, cost in COSTS.items()}
-    )
+    titles = {name: f"{name} ({cost.unit})" for name, cost in COSTS.items()}
+    return frame.rename(columns=titles)
 
 
-def _format_of(priced: Format | int) -> Format:
-    """Return a format, given one or the bits of a uniform grid."""
+def _as_format(priced: Format | int) -> Format:
+    """Return a format; bits become the paper's grid of so many bits."""
     return AFFINE.priced(priced) if isinstance(priced, int) else priced
 
 
@@ -73,14 +81,14 @@ def _format_of(priced: Format | int) -> Format:
 
 
 def ladder_by_role(ladder: Any) -> tuple[FormatLadder, ...]:
-    """Return the ladder of every role, given one for all, a tuple of four, or None for the paper's."""
+    """Return the ladder of every role: from one for all, a tuple of four, or None for the paper's."""
     if not isinstance(ladder, tuple):
-        return (ladder_of(ladder),) * 4
+        return (as_ladder(ladder),) * 4
     if len(ladder) != 4:
         raise ValueError(
             f"ladder must be one, or a tuple of four, in the order of RoleLevels; got {ladder!r}"
         )
-    return tuple(map(ladder_of, ladder))
+    return tuple(map(as_ladder, ladder))
 
 
 def step_price(levels: Sequence[int], cost: str | None, ladder: Any) -> float:
@@ -89,12 +97,11 @@ def step_price(levels: Sequence[int], cost: str | None, ladder: Any) -> float:
     Args:
         levels: of the four roles, in the order of ``RoleLevels``.
         cost: a name of ``COSTS``; None for "bitops".
-        ladder: on which they are levels, or that of every role; None for the paper's.
+        ladder: with these levels, one for all roles or a tuple of four; None for the paper's.
     """
-    formats = (
-        rungs.priced(level)
-        for rungs, level in zip(ladder_by_role(ladder), levels, strict=True)
-    )
+    formats = []
+    for role_ladder, level in zip(ladder_by_role(ladder), levels, strict=True):
+        formats.append(role_ladder.priced(level))
     return cost_named("bitops" if cost is None else cost).step(Operands(*formats))
 
 
@@ -105,32 +112,39 @@ def relative_cost(
     cost: StepCost | str | None,
     ladder: Ladders | None,
 ) -> float:
-    """Return the mean cost of the steps divided by that of static ``q_max``, see ``schedules.cost.relative_cost``."""
-    spent = costs_of(bits, q_grad, function_of(cost, q_grad, ladder))
-    return float(spent.mean() / static_cost(q_max, cost, ladder))
+    """Return the mean cost of a step, relative to static ``q_max``; see ``schedules.cost.relative_cost``."""
+    costs = step_costs(bits, q_grad, cost_function(cost, q_grad, ladder))
+    return float(costs.mean() / static_cost(q_max, cost, ladder))
 
 
 def static_cost(
     q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None
 ) -> float:
-    """Return what a step of the baseline costs: static ``q_max``, gradients too."""
-    return float(costs_of(q_max, q_max, function_of(cost, q_max, ladder)))
+    """Return the cost of a step of the baseline: static ``q_max``, gradients too."""
+    return float(step_costs(q_max, q_max, cost_function(cost, q_max, ladder)))
 
 
-def function_of(
+def cost_function(
     cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None
 ) -> StepCost | None:
-    """Return the function that a cost is, or that a name of ``COSTS`` means on a ladder; None stays without one.
+    """Return the cost of a step as a function of bits; None for BitOps without a ladder.
+
+    Args:
+        cost: a function, which is returned, or a name of ``COSTS``.
+        q_grad: gradient bits.
+        ladder: with these bits as levels.
 
     Raises:
-        ValueError: for another name, and for what is neither; for a ladder beside a function; for gradient bits that
-            are no level of it.
+        ValueError: for another name or type; for a ladder with a function; for gradient bits that are no level.
     """
     if isinstance(cost, str) or (cost is None and ladder is not None):
         by_role = ladder_by_role(ladder)
-        return cache(
-            lambda level: step_price([level, level, q_grad, q_grad], cost, by_role)
-        )
+
+        @cache
+        def price(level: int) -> float:
+            return step_price([level, level, q_grad, q_grad], cost, by_role)
+
+        return price
     if cost is not None and not callable(cost):
         raise ValueError(
             f"cost must be a function, bits -> cost of a step, such as its seconds, or a name of COSTS; got {cost!r}"
@@ -142,18 +156,18 @@ def function_of(
     return cost
 
 
-def costs_of(
+def step_costs(
     bits: ArrayLike, q_grad: int, cost: StepCost | None = None
 ) -> NDArray[Any]:
-    """Return what every step costs, in the shape of ``bits``: by ``cost``, or ``step_cost`` when that is None."""
+    """Return the cost of every step, in the shape of ``bits``: by ``cost``, or in BitOps when that is None."""
     if cost is None:
         return step_cost(bits, q_grad)
-    distinct, where = np.unique(whole_bits("bits", bits), return_inverse=True)
-    prices = [
-        check_float("cost must return what a step costs", cost(int(q)))
-        for q in distinct
-    ]
-    return np.array(prices)[where].reshape(np.shape(bits))
+
+    distinct, indices = np.unique(whole_bits("bits", bits), return_inverse=True)
+    prices = []
+    for q in distinct:
+        prices.append(check_float("cost must return what a step costs", cost(int(q))))
+    return np.array(prices)[indices].reshape(np.shape(bits))
 
 
 def role_prices(
@@ -162,9 +176,9 @@ def role_prices(
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
 ) -> tuple[NDArray[Any], float]:
-    """Return the cost of every step, shape (steps,), and of one at static ``q_max``, where roles have levels apart.
+    """Return the cost of every step, (steps,), and of a step at static ``q_max``, for levels by role.
 
-    Where roles have ladders of their own, the baseline is static at the highest level of every role.
+    Where roles have different ladders, the baseline is static at the highest level of every role.
 
     Args:
         levels: of every step, for the four roles in the order of ``RoleLevels``.
@@ -178,21 +192,20 @@ def role_prices(
     q_max = check_bits("q_max", q_max)
     if cost is None and ladder is None:
         activation, weight, error, weight_gradient = (
-            whole_bits("levels", each) for each in levels
+            whole_bits("levels", role_levels) for role_levels in levels
         )
-        spent = activation * weight + error * weight + weight_gradient * activation
-        return spent, int(step_cost(q_max, q_max))
+        costs = activation * weight + error * weight + weight_gradient * activation
+        return costs, int(step_cost(q_max, q_max))
     if callable(cost):
         raise ValueError(
             "roles with levels of their own are priced by the name of a cost; a function knows one level"
         )
-    by_role = np.stack([whole_bits("levels", each) for each in levels])
-    has_own_ladders = len(set(ladder_by_role(ladder))) > 1
-    baseline = by_role.max(1).tolist() if has_own_ladders else [q_max] * 4
-    combinations, where = np.unique(
-        np.column_stack([by_role, baseline]), axis=1, return_inverse=True
-    )
-    prices = np.array([step_price(c, cost, ladder) for c in combinations.T.tolist()])[
-        where.ravel()
-    ]
-    return prices[:-1], float(prices[-1])
+
+    by_role = np.stack([whole_bits("levels", role_levels) for role_levels in levels])
+    has_several_ladders = len(set(ladder_by_role(ladder))) > 1
+    baseline = by_role.max(1).tolist() if has_several_ladders else [q_max] * 4
+    all_steps = np.column_stack([by_role, baseline])
+    combinations, indices = np.unique(all_steps, axis=1, return_inverse=True)
+    prices = [step_price(c, cost, ladder) for c in combinations.T.tolist()]
+    costs = np.array(prices)[indices.ravel()]
+    return costs[:-1], float(costs[-1])

@@ -1,11 +1,11 @@
-"""Quantisers with a number format: what a level of a ladder says of a tensor.
+"""Quantisers with a number format, for the levels of a ladder.
 
-A role's ``Quantizer`` says which elements share a range and how they are rounded; that of a level says to which format,
-and may say the rest, too. Nothing here computes on tensors.
+The ``Quantizer`` of a role determines the elements that share a range, and their rounding; the ``FormatQuantizer`` of a
+level determines the format, and may replace range and rounding, too. This module computes nothing on tensors.
 
 >>> str(FormatQuantizer.of("e2m1:rounding=stochastic"))
 'e2m1:rounding=stochastic'
->>> FormatQuantizer.of("affine4").plain  # of the paper's grids a schedule tells the bits, and nothing else changes
+>>> FormatQuantizer.of("affine4").plain  # the paper's grid: a level changes the bits and nothing else
 True
 """
 
@@ -17,18 +17,18 @@ from typing import Any
 
 from cpt_core.quantization.roles import GRANULARITIES, ROUNDINGS, ZERO_POINT, Quantizer
 from cpt_core.validation import check_choice, check_int, check_types, short_repr
-from cpt_extras.formats.format import OPTIONS, Format
+from cpt_extras.formats.format import FORMAT_OPTIONS, Format
 
 
 @dataclass(frozen=True)
 class FormatQuantizer(Quantizer):
-    """How a tensor is quantised to a number format.
+    """Number format, range and rounding of a tensor.
 
     Attributes:
-        granularity: as for ``Quantizer``; None takes that of the role, but one range per tensor for NVFP4.
-        rounding: "nearest" or "stochastic"; None takes that of the role.
-        format: which numbers there are.
-        hadamard: size of the random Hadamard rotation of both operands of a product along its sum; 0 for none.
+        granularity: as for ``Quantizer``; None takes the granularity of the role, but one range per tensor for NVFP4.
+        rounding: "nearest" or "stochastic"; None takes the rounding of the role.
+        format: the number format.
+        hadamard: size of the random Hadamard rotation of both operands of a matmul along its sum; 0 for none.
         grid: the granularity, "+zero" for a zero point, "|", and the name of the format.
     """
 
@@ -59,36 +59,37 @@ class FormatQuantizer(Quantizer):
 
     @property
     def plain(self) -> bool:
-        """Whether it is the paper's grid with nothing added: ranges and rounding as the role has them."""
-        return self.format.plain_affine and not (
-            self.running or self.granularity or self.rounding or self.hadamard
-        )
+        """True for the paper's grid with the range and rounding of the role."""
+        has_own_range = self.running or self.granularity is not None
+        if has_own_range or self.rounding or self.hadamard:
+            return False
+        return self.format.plain_affine
 
     @classmethod
     def of(cls, value: FormatQuantizer | Format | str) -> FormatQuantizer:
-        """Return the quantiser of a level: a value, a format, or its name with options, as ``str`` writes them."""
+        """Return the quantiser of a ``value``: a quantiser, a format, or its name with options."""
         if isinstance(value, FormatQuantizer) and not value.running:
             return value
         if isinstance(value, Format):
             return cls(format=value)
         if isinstance(value, str):
-            return _parsed(value)
+            return _parse(value)
         raise ValueError(
             f"a level has a Format, its name, or a FormatQuantizer that is not running; got {short_repr(value)}"
         )
 
     def __str__(self) -> str:
-        """Return the name of its format with options; ``FormatQuantizer.of`` reads it."""
-        options = {
-            name: getattr(self, name) for name in _OPTION_TYPES if getattr(self, name)
-        }
-        return str(self.format) + "".join(
-            f":{name}={value}" for name, value in options.items()
-        )
+        """Return the name of the format with options; ``FormatQuantizer.of`` reads it."""
+        text = str(self.format)
+        for name in _OPTION_TYPES:
+            value = getattr(self, name)
+            if value:
+                text += f":{name}={value}"
+        return text
 
 
 def grid_of(granularity: str, format: Format) -> str:
-    """Return the grid of a format with a granularity: the granularity alone for the paper's."""
+    """Return the name of the grid of a format with a granularity: the granularity alone for the paper's format."""
     return granularity if format.plain_affine else f"{granularity}|{format}"
 
 
@@ -96,14 +97,16 @@ _OPTION_TYPES: dict[str, Any] = {"granularity": str, "rounding": str, "hadamard"
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> FormatQuantizer:
-    """Read what ``FormatQuantizer.__str__`` wrote, or a name of ``FORMATS``."""
+def _parse(text: str) -> FormatQuantizer:
+    """Return the quantiser of a string that ``FormatQuantizer.__str__`` wrote, or of a name of ``FORMATS``."""
     format_parts, options = [], {}
     for part in text.split(":"):
         key, equals, value = part.partition("=")
         if key not in _OPTION_TYPES:
             if equals:
-                check_choice("option of a format", key, (*OPTIONS, *_OPTION_TYPES))
+                check_choice(
+                    "option of a format", key, (*FORMAT_OPTIONS, *_OPTION_TYPES)
+                )
             format_parts.append(part)
             continue
         try:

@@ -33,7 +33,7 @@ from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsM
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
 from cpt_core.validation import check_inputs, check_int
-from cpt_extras.formats.format import FULL
+from cpt_extras.formats.format import FLOAT32_BITS
 from cpt_extras.int8.execution import CODE_BITS
 from cpt_extras.int8.layers import encode_operand
 from cpt_extras.int8.quantized_tensor import QuantizedTensor
@@ -195,7 +195,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
 def _check_format(name: str, layer: LayerPrecision) -> None:
     """Raise ValueError for a format of weights that codes of a byte do not hold."""
     bits = (
-        FULL
+        FLOAT32_BITS
         if layer.active_bits.formats.weight is None
         else layer.active_bits.formats.weight
     )

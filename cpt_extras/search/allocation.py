@@ -35,7 +35,12 @@ from cpt_core.schedules.schedule import (
 )
 from cpt_core.validation import MAX_BITS, check_choice, check_int
 from cpt_extras.formats.ladder import FormatLadder
-from cpt_extras.formats.prices import costs_of, function_of, role_prices, static_cost
+from cpt_extras.formats.prices import (
+    cost_function,
+    role_prices,
+    static_cost,
+    step_costs,
+)
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
@@ -317,8 +322,8 @@ def _prices(
     if q_grad is not None:
         gradient_bits = check_int("q_grad", q_grad, 1, MAX_BITS)
 
-    step_cost = function_of(cost, gradient_bits, ladder)
-    prices = costs_of(np.arange(q_min, q_max + 1), gradient_bits, step_cost)
+    step_cost = cost_function(cost, gradient_bits, ladder)
+    prices = step_costs(np.arange(q_min, q_max + 1), gradient_bits, step_cost)
     is_rising = (np.diff(prices) > 0).all()
     if not (np.isfinite(prices).all() and prices[0] > 0 and is_rising):
         price_list = ", ".join(

@@ -29,7 +29,7 @@ from cpt_core.schedules.schedule import (
     StaticSchedule,
 )
 from cpt_core.validation import check_bits, check_choice, check_types
-from cpt_extras.formats.prices import costs_of, function_of, static_cost
+from cpt_extras.formats.prices import cost_function, static_cost, step_costs
 from cpt_extras.search.solved_schedules import (
     AdjustedSchedule,
     DelayedSchedule,
@@ -94,7 +94,7 @@ def solve_schedule(
         q_grad = check_bits("q_max", q_max)
     else:
         q_grad = check_bits("q_grad", q_grad)
-    step_cost = function_of(cost, q_grad, ladder)
+    step_cost = cost_function(cost, q_grad, ladder)
 
     def warp(power: float) -> CyclicSchedule:
         return CyclicSchedule(
@@ -107,7 +107,7 @@ def solve_schedule(
         baseline_cost = static_cost(q_max, cost, ladder)
 
         def mean_cost(bits: ArrayLike) -> float:
-            return float(costs_of(bits, q_grad, step_cost).mean() / baseline_cost)
+            return float(step_costs(bits, q_grad, step_cost).mean() / baseline_cost)
 
         highest_cost = mean_cost([q_max])
         delay_cost = hold * highest_cost
@@ -136,7 +136,9 @@ def solve_schedule(
         )
 
     solved = warp(2.0**exponent)  # warns when it does not end at q_max
-    costs = {q: float(costs_of(q, q_grad, step_cost)) for q in range(q_min, q_max + 1)}
+    costs = {
+        q: float(step_costs(q, q_grad, step_cost)) for q in range(q_min, q_max + 1)
+    }
     schedule = _adjust_steps(
         solved,
         (budget * total_steps - delay_cost) * baseline_cost,

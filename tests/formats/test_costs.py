@@ -8,7 +8,7 @@ from helpers import make, quietly, refused
 
 from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_extras.formats.costs import COSTS, PASSES, Operands, cost_named
+from cpt_extras.formats.costs import COSTS, OPERANDS_BY_PASS, Operands, cost_named
 from cpt_extras.formats.format import FORMATS, Format
 from cpt_extras.formats.ladder import AFFINE, LADDERS, FormatLadder
 from cpt_extras.search.custom_schedules import TableSchedule
@@ -66,7 +66,7 @@ def test_work_is_priced_by_macs_or_by_elements():
 def test_the_gradients_of_a_step_may_have_two_formats():
     found = Operands(*map(Format.of, ("affine2", "affine3", "affine5", "affine7")))
     assert COSTS["ace"].step(found) == 2 * 3 + 5 * 3 + 7 * 2
-    assert set(PASSES) == {"forward", "error", "weight"}
+    assert set(OPERANDS_BY_PASS) == {"forward", "error", "weight"}
 
 
 def test_every_cost_has_a_unit_and_a_source():

@@ -20,7 +20,7 @@ from cpt_core.quantization.roles import (
     find_quantizer,
 )
 from cpt_extras.formats.format import FORMATS, Format
-from cpt_extras.formats.ladder import AFFINE, FormatLadder, ladder_of
+from cpt_extras.formats.ladder import AFFINE, FormatLadder, as_ladder
 from cpt_extras.formats.ladder_rounding import on_level
 from cpt_extras.formats.quantizer import FormatQuantizer
 
@@ -231,7 +231,7 @@ def test_ladders():
     assert [level in ladder for level in (2, 3)] == [False, True]
     assert str(ladder[4]) == "nvfp4"
     assert ladder.bits(3) == 4
-    assert ladder == FormatLadder.from_dict(ladder.to_dict()) == ladder_of(ladder)
+    assert ladder == FormatLadder.from_dict(ladder.to_dict()) == as_ladder(ladder)
 
 
 @given(

@@ -103,7 +103,7 @@ def test_wide_formats_round_by_their_steps(name):
         ]
     )
     e = torch.frexp(x.double()).exponent - 1
-    step = 2.0 ** (e.clamp(min=format.least_exponent).double() - format.mantissa)
+    step = 2.0 ** (e.clamp(min=format.min_exponent).double() - format.mantissa)
     expected = (x.double() / step).round() * step
     if format.saturate:
         expected = expected.clamp(-format.largest, format.largest)
