@@ -89,7 +89,7 @@ def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
 
 def _with_controls(effects: Sequence[Effect]) -> Effect:
-    """Return the first effect, with the remaining ones as its further controls."""
+    """Return the first effect, with all remaining ones as its controls."""
     return replace(effects[0], other_controls=tuple(effects[1:]))
 
 
@@ -113,7 +113,10 @@ def _gradient_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
 
 def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Yield the rank correlation of cost and quality; with ``a``, that predictor's correlation minus that of cost."""
+    """Yield the rank correlation of cost and quality.
+
+    With ``claim.a`` it is the rank correlation of that predictor minus the one of cost.
+    """
     if claim.a:
         columns = ["difference", "difference_low", "difference_high"]
         comparison = f"strength of {claim.a.replace('_', ' ')} minus that of cost"
@@ -331,7 +334,7 @@ def _fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def _varied(
     runs: pd.DataFrame, claim: Claim, column: str, words: str
 ) -> Iterator[Effect]:
-    """Yield the runs whose ``column`` has value ``claim.a`` minus those with ``claim.b``, over their common arms."""
+    """Yield the runs with ``column`` equal to ``claim.a`` minus those with ``claim.b``, over their common arms."""
     first = quality_of(runs[runs[column] == int(claim.a)])
     second = quality_of(runs[runs[column] == int(claim.b)])
     arms = sorted(set(first["arm"]) & set(second["arm"]))

@@ -135,16 +135,16 @@ def holm(tests: Sequence[Callable[[float], str]]) -> list[str]:
         tests: one function per experiment, from the level of the test to the verdict.
     """
     uncorrected = [test(ALPHA) for test in tests]
-    corrected = [OPEN] * len(tests)
+    verdicts = [OPEN] * len(tests)
     remaining = {i for i in range(len(tests)) if uncorrected[i] != OPEN}
     num_tests = len(tests)
     while True:
         level = ALPHA / max(1, num_tests)
         passed = {i for i in remaining if tests[i](level) == uncorrected[i]}
         if not passed:
-            return corrected
+            return verdicts
         for i in passed:
-            corrected[i] = uncorrected[i]
+            verdicts[i] = uncorrected[i]
         remaining -= passed
         num_tests -= len(passed)
 
@@ -343,22 +343,23 @@ def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
     """
     is_preregistered = runs["key"].isin(run_groups.preregistered())
     # With all columns the judging takes twice as long.
-    needed = runs.loc[:, ~runs.columns.str.fullmatch(UNUSED_COLUMNS)]
-    pooled_runs = needed[~is_preregistered]
-    full_bits = levels.full_bits(needed)
+    read_columns = runs.loc[:, ~runs.columns.str.fullmatch(UNUSED_COLUMNS)]
+    pooled_runs = read_columns[~is_preregistered]
+    full_bits = levels.full_bits(read_columns)
     entries = []
     for claim in claims():
         if only and claim.id not in only:
             continue
         entry = judge(
-            claim, needed if claim.measure in PREREGISTERED_MEASURES else pooled_runs
+            claim,
+            read_columns if claim.measure in PREREGISTERED_MEASURES else pooled_runs,
         )
         entries.append(_with_levels(entry, full_bits))
     return entries
 
 
 def _with_levels(entry: Entry, full_bits: pd.DataFrame) -> Entry:
-    """Return an entry whose effects have the quality of full bits in their experiments."""
+    """Add the quality of full bits to the effects of an entry."""
     effects = []
     for effect, word in entry.effects:
         level = levels.level_of(full_bits, effect.level_keys)
@@ -383,8 +384,8 @@ def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
         ]
         tests = [partial(effect_verdict, claim, effects[i]) for i in tested]
         words.update(zip(tested, holm(tests), strict=True))
-    judged = [(effect, words.get(i, OPEN)) for i, effect in enumerate(effects)]
-    return Entry(claim, tuple(judged))
+    effect_verdicts = [(effect, words.get(i, OPEN)) for i, effect in enumerate(effects)]
+    return Entry(claim, tuple(effect_verdicts))
 
 
 def coverage(entries: Iterable[Entry]) -> tuple[int, int]:
@@ -457,11 +458,11 @@ def section(runs: pd.DataFrame) -> Section:
     """Return the table of claims as a section of a page."""
     entries = judge_claims(runs)
     note = (
-        "Made by written rules (docstring of `cpt_lab/analysis/claims.py`) from the rows of this page; 'rule of' is "
-        "when a rule was written last. Only runs at paper scale confirm or contradict. Smaller scales have small "
-        "models, and stand-ins for the data that a claim or the paper names: they say what was found there, with which "
-        "lowest bits and how many seeds n. Of several experiments, words stand after Holm's correction; runs that "
-        "diverged count with the worst value of their task."
+        "Verdicts follow written rules (docstring of `cpt_lab/analysis/claims.py`) from the rows of this page; 'rule "
+        "of' is the date of the last change of a rule. Only runs at paper scale confirm or contradict. Smaller scales "
+        "have small models, and stand-ins for the data that a claim or the paper names: their verdicts are about "
+        "these runs, and name the lowest bits and the number of seeds n. Verdicts on several experiments are after "
+        "Holm's correction; runs that diverged count with the worst value of their task."
     )
     return Section(
         "Claims of the paper",

@@ -555,7 +555,7 @@ def _length(
 
 
 def _window(ax: Axes, part: pd.DataFrame, dots: list[np.ndarray]) -> None:
-    """Draw windows over their first step; the control, which has none, is a band over all of them."""
+    """Draw windows over their first step, and the control as a band over all of them."""
     low = part[part.place != "none"]
     for r, seeds in zip(part.itertuples(), dots, strict=True):
         if r.place != "none":

@@ -11,7 +11,7 @@ from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.row_format import load_rows
 from cpt_lab.sweeps.stores import load_data_report, place
 
-TITLE = "What was read of"
+TITLE = "Data report of"
 NOTHING_CHANGED = "Nothing was left out or changed, and no sample stands in two splits."
 NOT_STORED = "the report of these rows is not stored beside them"
 

@@ -68,7 +68,7 @@ def with_decay(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def dated_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return the deficit experiments whose recipes differ in length and decay alone, also preregistered ones.
+    """Return the deficit experiments, preregistered ones included, with recipes that differ in length and decay alone.
 
     Preregistered runs are an experiment of their own: they are not pooled with other runs.
     """
@@ -187,7 +187,7 @@ class DateOutcome(NamedTuple):
 
 
 def outcome(runs: pd.DataFrame) -> DateOutcome:
-    """Return the effects of one experiment's runs, such as those of ``runs.committed("h3")``.
+    """Return the effects of the runs of one experiment, such as ``run_table.committed("h3")``.
 
     Raises:
         ValueError: for runs that are not one experiment with deficits at three dates or more.
@@ -291,23 +291,23 @@ def finding(results: DateOutcome) -> str:
 
     They differ when the interval of the slope excludes 0.
     """
-    more, less, inconclusive = [], [], []
+    higher, lower, inconclusive = [], [], []
     for decay, slope in results.slopes.items():
         low, high = slope.interval()
         if high < 0:
-            more.append(decay)
+            higher.append(decay)
         elif low > 0:
-            less.append(decay)
+            lower.append(decay)
         elif decay == "constant":
             inconclusive.append("a constant learning rate")
         else:
             inconclusive.append(f"{decay} decay")
 
     parts = []
-    if more:
-        parts.append(f"costs more than a late one with {_join_names(more)} decay")
-    if less:
-        parts.append(f"costs less than a late one with {_join_names(less)} decay")
+    if higher:
+        parts.append(f"costs more than a late one with {_join_names(higher)} decay")
+    if lower:
+        parts.append(f"costs less than a late one with {_join_names(lower)} decay")
     starts_with_cost = bool(parts)
     if inconclusive:
         parts.append(f"no clear difference with {_join_names(inconclusive)}")

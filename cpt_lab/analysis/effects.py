@@ -65,7 +65,7 @@ class Effect:
         return f"{self.experiment}{below}{level}: {'; '.join(numbers)}"
 
     def higher_range_test(self) -> int:
-        """Return the q_min of the range test if it is higher than that of the runs, else 0."""
+        """Return the q_min of the range test if it is above the q_min of the runs, else 0."""
         tested_q_min = int(range_tests().get(self.place, {}).get("q_min") or 0)
         return tested_q_min if self.bits < f"q_min {tested_q_min}" else 0
 
@@ -79,8 +79,8 @@ class Effect:
             )
         if math.isnan(mean):
             return f"{self.comparison}: no seed to compare{divergence_note}"
-        shown = interval_text(mean, low, high)
-        return f"{self.comparison}: {shown}, n = {self.n}{divergence_note}"
+        text = interval_text(mean, low, high)
+        return f"{self.comparison}: {text}, n = {self.n}{divergence_note}"
 
 
 @cache
@@ -155,7 +155,7 @@ def effect_at(
     comparison: str,
     other_controls: tuple[Effect, ...] = (),
 ) -> Effect:
-    """Make the effect of runs whose interval is a function of the test level."""
+    """Make the effect of runs from a function of the test level to the interval."""
     first = runs.iloc[0]
     dataset = str(first["dataset"]).rstrip("/")
     return Effect(
@@ -208,7 +208,7 @@ def quality_of(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def minus(runs: pd.DataFrame, a: str, b: str, words: str = "") -> Iterator[Effect]:
-    """Yield the quality of ``a`` minus that of ``b`` (``named_arm``); nothing if one of them did not run."""
+    """Yield the quality of ``a`` minus the quality of ``b`` (``named_arm``); nothing if one of them did not run."""
     runs = quality_of(runs)
     try:
         names = named_arm(runs, a), named_arm(runs, b)
@@ -254,7 +254,7 @@ def named_arm(runs: pd.DataFrame, name: str) -> str:
 def arm_minus(
     runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], comparison: str
 ) -> Effect:
-    """Return the quality of ``a`` minus that of ``b``, each an (arm, recipe)."""
+    """Return the quality of ``a`` minus the quality of ``b``, each an (arm, recipe)."""
     runs = quality_of(runs)
     sides = []
     for arm, recipe in (a, b):

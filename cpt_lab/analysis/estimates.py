@@ -53,7 +53,7 @@ class Estimate:
         return interval(self.values, alpha)[1:]
 
     def p(self, bound: float = 0.0, side: str = "two-sided") -> float:
-        """Return the p-value of the t-test against ``bound``: "two-sided", or that of being "greater" or "less"."""
+        """Return the p-value of the t-test against ``bound``, two-sided or of being "greater" or "less"."""
         if stats.sem(self.values) == 0:  # scipy warns or returns NaN for equal values
             away = self.mean - bound
             is_beyond = {
@@ -66,7 +66,7 @@ class Estimate:
 
     @property
     def small(self) -> bool:
-        """Whether the 90 % interval lies within the margin: two one-sided tests at .05."""
+        """Equivalence within the margin: the 90 % interval lies inside (two one-sided tests at .05)."""
         low, high = self.interval(0.1)
         return -self.margin < low and high < self.margin
 

@@ -47,13 +47,12 @@ def experiments(
     elif figure == "figure_5":
         parts = run_groups.aggregation_groups(candidates)
     else:
-        tasks = (
-            [task]
-            if task
-            else [_TASKS[figure]]
-            if figure in _TASKS
-            else ["language_model", "entailment"]
-        )
+        if task:
+            tasks = [task]
+        elif figure in _TASKS:
+            tasks = [_TASKS[figure]]
+        else:
+            tasks = ["language_model", "entailment"]
         parts = _by_recipe(candidates[candidates["task"].isin(tasks)])
     return sorted((part for part in parts if len(part)), key=_relevance, reverse=True)
 
@@ -97,7 +96,7 @@ def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 class _Relevance(NamedTuple):
-    """How informative an experiment is; a sort key, larger is better."""
+    """Sort key of an experiment by its information; larger is better."""
 
     has_enough: bool  # it has the arms that its figure needs
     scale: int  # index in ``SCALES``

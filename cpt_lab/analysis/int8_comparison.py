@@ -92,7 +92,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the comparison of int8 with simulated matmuls for every model that was run in both ways."""
     for part in executions(runs):
         yield Section(
-            f"Products on codes: {experiment_name(part)}",
+            f"Int8 matmuls compared with simulated ones: {experiment_name(part)}",
             table=summary(part),
             style="left",
         )

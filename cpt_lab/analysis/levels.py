@@ -58,14 +58,14 @@ def level_text(name: str, texts: Sequence[str]) -> str:
     return f"{name} reaches {', '.join(texts)}" if any(texts) else ""
 
 
-def level_of(full: pd.DataFrame, compared: Iterable[tuple[Any, ...]]) -> str:
+def level_of(full: pd.DataFrame, compared_keys: Iterable[tuple[Any, ...]]) -> str:
     """Return the quality of full bits in the experiments of compared runs, such as "static 8 reaches 82.1 %".
 
     Args:
         full: all known runs at full bits, see ``full_bits``.
-        compared: values of ``LEVEL_COLUMNS`` of the compared runs. The highest q_max counts.
+        compared_keys: values of ``LEVEL_COLUMNS`` of the compared runs. The highest q_max counts.
     """
-    level_keys = set(compared)
+    level_keys = set(compared_keys)
     if not level_keys:
         return ""
     highest = max(q_max for *_, q_max in level_keys)
@@ -85,7 +85,7 @@ def level_of(full: pd.DataFrame, compared: Iterable[tuple[Any, ...]]) -> str:
 
 
 def experiment_level(runs: pd.DataFrame) -> str:
-    """Return the quality of full bits among runs of one task, or that of the best arm if none has full bits."""
+    """Return the quality of full bits among runs of one task; without full bits the quality of the best arm."""
     top = runs[runs["relative_cost"] >= MIN_FULL_COST]
     if len(top):
         is_deficit = (runs["kind"] == "deficit").all()

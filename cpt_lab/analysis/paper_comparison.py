@@ -122,7 +122,7 @@ def _needs(p: Any) -> str:
 
 
 def _nearest_deficit(p: Any, runs: pd.DataFrame) -> _NearestValue:
-    """Return the accuracy of the arm whose deficit is nearest to one of table 1, as shares of the normal training."""
+    """Return the accuracy of the arm with the nearest deficit to one of table 1, as shares of the normal training."""
     for part in experiments("table_1", runs):
         arms = critical_periods.deficits(part)
         nearest, _ = critical_periods.nearest_arm(arms, p.arm, p.dataset)

@@ -46,9 +46,9 @@ LIMITATION_NOTES = (
     "Not tried: other learning rates (fewer bits may want another), longer trainings, bits that differ by layer, other "
     f"schedules. {EVALUATION_NOTE}",
     "Differences are taken seed by seed, over the seeds that both trainings have. Brackets are 95 % intervals, not "
-    "corrected for several comparisons, nor for looks after every seed: take what is clear as a good hint, not as a "
-    "test. Low precision is simulated: bit operations count work, not seconds.",
-    "What bits are and what a schedule is, notebook 00 teaches; how to choose them, notebook 08.",
+    "corrected for several comparisons, nor for the check after every seed: take a significant difference as a hint, "
+    "not as a test. Low precision is simulated: bit operations count work, not seconds.",
+    "Notebook 00 explains bits and schedules, notebook 08 how to choose them.",
 )
 
 
@@ -75,7 +75,7 @@ def answer_sections(dataset: str, scale: str) -> list[Section]:
                 (*sentences, EVALUATION_NOTE),
                 figure,
                 SEARCH_FIGURE_ALT,
-                pd.DataFrame({"all of it": [link]}),
+                pd.DataFrame({"page": [link]}),
             )
         )
     return page_sections
@@ -211,7 +211,7 @@ def sections(result: PrecisionSearchResult) -> list[Section]:
     sentences.append(str(result).partition("\n")[0])
     if result.out_of_time:
         sentences.append(
-            "Stopped before all was clear: the same command, run again, adds seeds."
+            "Stopped before all comparisons were decided: run the same command again to add seeds."
         )
     differences = []
     for name in result.results:
@@ -225,7 +225,7 @@ def sections(result: PrecisionSearchResult) -> list[Section]:
 
     code_lines = tuple(f"`{line}`" for line in result.code().splitlines())
     if code_lines:
-        page_sections.append(Section("To train like this", code_lines))
+        page_sections.append(Section("Code for this training", code_lines))
     arms = pd.DataFrame(
         [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in differences],
         columns=[
@@ -236,7 +236,7 @@ def sections(result: PrecisionSearchResult) -> list[Section]:
         ],
     )
     page_sections += [
-        Section("All that was trained", table=arms, style="left"),
-        Section("What was not tried, and what this does not say", LIMITATION_NOTES),
+        Section("All trainings", table=arms, style="left"),
+        Section("Limitations", LIMITATION_NOTES),
     ]
     return page_sections

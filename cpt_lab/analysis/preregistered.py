@@ -147,14 +147,14 @@ def add_rules(
             rule_answer if other.question == answer.question else other
             for other in family
         ]
-        corrected = next(
+        rule_outcome = next(
             other
             for other in correct_answers(rule_family)
             if other.question == answer.question
         )
-        outcomes[rule] = _outcome_alone(corrected.outcome)
-        without_names = re.sub(r" \([^()]*\)", "", corrected.outcome)
-        p = _number(corrected.adjusted)
+        outcomes[rule] = _outcome_alone(rule_outcome.outcome)
+        without_names = re.sub(r" \([^()]*\)", "", rule_outcome.outcome)
+        p = _number(rule_outcome.adjusted)
         texts.append((rule, f"{without_names}; p {p} after Holm's correction"))
     outcome = answer.outcome
     dependence = rule_dependence(_outcome_alone(outcome), outcomes)
@@ -212,7 +212,7 @@ def summary(answers: Sequence[Answer]) -> pd.DataFrame:
 
 
 def all_answers(runs: pd.DataFrame) -> list[Answer]:
-    """Return the answers of all studies whose runs are stored."""
+    """Return the answers of all studies with stored runs."""
     return [answer for study in studies("outcome") for answer in study.answers(runs)]
 
 

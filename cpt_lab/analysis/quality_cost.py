@@ -145,7 +145,11 @@ def paired_difference(
 
 
 def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Return the runs of an arm or of a savings group ("large", "medium", "small"); ValueError if it has none."""
+    """Return the runs of an arm or of a savings group ("large", "medium", "small").
+
+    Raises:
+        ValueError: without any such run.
+    """
     part = runs[runs["savings" if name in SAVINGS_GROUPS else "arm"] == name]
     if part.empty:
         raise ValueError(
@@ -627,7 +631,7 @@ def _draw_printed(ax: Axes, panel: _Panel, metric: Metric) -> None:
 def _printed_values(
     lines: pd.DataFrame, arms: pd.DataFrame, metric: Metric
 ) -> list[tuple[float, float]]:
-    """Return cost and printed quality of the arms whose quality the paper prints."""
+    """Return (cost, quality) of the arms with a quality printed in the paper."""
     points = []
     for p in lines[
         (lines["minus"] == "") & (lines["metric"] == metric.name)
@@ -638,7 +642,7 @@ def _printed_values(
 
 
 def _printed_costs(lines: pd.DataFrame, full: float) -> list[float]:
-    """Return the costs that the paper prints, relative to static q_max, whose BitOps are ``full``."""
+    """Return the costs printed in the paper, relative to static q_max with ``full`` BitOps."""
     bitops = lines.loc[lines["metric"] == "bitops", "value"]
     saved = lines.loc[lines["metric"] == "saved", "value"]
     return sorted({*(PAPER_UNIT * bitops / full), *(1 - saved / 100)})
@@ -683,7 +687,7 @@ def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
 
 
 def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
-    """Return which static precisions fail to train; they are named, not drawn, as they would squeeze the others."""
+    """Return the static precisions that fail to train; they are named, not drawn, to keep the scale of the axis."""
     schedules = arms[arms.savings != "static"]
     means = (schedules if len(schedules) else arms)["mean"]
     if metric.better > 0:

@@ -87,7 +87,7 @@ def _code(text: str) -> str:
 
 
 def terminal(frame: pd.DataFrame) -> str:
-    """Return a table as text, its first column aligned left and the others right."""
+    """Return a table as text, its first column aligned left and all others right."""
     rows = [list(map(str, frame.columns))]
     for line in frame.itertuples(index=False, name=None):
         rows.append(list(map(str, line)))
@@ -115,7 +115,13 @@ def markdown(frame: pd.DataFrame) -> str:
 def render(
     template: str, folder: Path = Path(__file__).parent, /, **values: Any
 ) -> str:
-    """Return a filled template of a folder, by default that of this file; values in HTML are escaped."""
+    """Return a filled template; values in HTML are escaped.
+
+    Args:
+        template: name of the template file.
+        folder: folder of the template, by default the one of this module.
+        values: variables of the template.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         autoescape=_is_html,

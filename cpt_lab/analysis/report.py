@@ -129,7 +129,7 @@ def write(
         *data_reports.sections(
             *data_reports.stored_reports(files), style="left folded"
         ),
-        Section("Where this comes from", (_versions(),)),
+        Section("Provenance", (_versions(),)),
     ]
     index = folder / "index.html"
     title = f"Cyclic precision training: notebooks run at {scale} scale"
@@ -260,9 +260,9 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     """
     files = all_stores() if files is None else files
     all_runs = load(*files, every_rate=True) if files else table([])
-    stored = all_runs[all_runs["scale"] != "smoke"]
-    notes = [HEADLINE, ROWS_NOTE, *_numerics_note(stored)]
-    num_smoke = len(all_runs) - len(stored)
+    stored_runs = all_runs[all_runs["scale"] != "smoke"]
+    notes = [HEADLINE, ROWS_NOTE, *_numerics_note(stored_runs)]
+    num_smoke = len(all_runs) - len(stored_runs)
     if num_smoke:
         notes.append(
             f"{plural(num_smoke, 'run')} at smoke scale left out: they show that everything runs, and no more."
@@ -270,19 +270,19 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     title = "Cyclic precision training: figures and tables from stored runs"
-    sections = list(_report_sections(tuned(stored), stored, files))
+    sections = list(_report_sections(tuned(stored_runs), stored_runs, files))
     write_text(out, render("page.html.j2", title=title, notes=notes, sections=sections))
     return out
 
 
 def _report_sections(
-    runs: pd.DataFrame, stored: pd.DataFrame, files: Sequence[Path]
+    runs: pd.DataFrame, stored_runs: pd.DataFrame, files: Sequence[Path]
 ) -> Iterator[Section]:
     """Yield all sections of the report.
 
     Args:
         runs: the runs at their best learning rates.
-        stored: all runs above smoke scale.
+        stored_runs: all runs above smoke scale.
         files: their stores.
     """
     yield from _result_sections(runs)
@@ -302,8 +302,8 @@ def _report_sections(
     points = tuple((entry, place) for place, entry in differences())
     yield Section("Differences from the paper", points=points)
     provenance_notes = (str(integrity(files)), _versions())
-    table = _sources(stored)
-    yield Section("Where this comes from", provenance_notes, table=table, style="left")
+    table = _sources(stored_runs)
+    yield Section("Provenance", provenance_notes, table=table, style="left")
 
 
 def _result_sections(runs: pd.DataFrame) -> Iterator[Section]:
@@ -375,7 +375,7 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
         if "earlier" in outcome["status"]:
             time = f"{time}, earlier"
         lines.append((link, outcome["asked"], outcome["found"], time))
-    columns = ["notebook", "what was asked", "what came out", "time"]
+    columns = ["notebook", "question", "answer", "time"]
     return pd.DataFrame(lines, columns=columns)
 
 

@@ -312,8 +312,10 @@ def _seeds(specs: Sequence[RunSpec]) -> str:
     for spec in specs:
         seeds_by_arm.setdefault((spec.arm, spec.q_max), set()).add(spec.seed)
     counts = [len(seeds) for seeds in seeds_by_arm.values()]
-    fewest, most = min(counts), max(counts)
-    return str(fewest) if fewest == most else f"{fewest} to {most}"
+    min_seeds, max_seeds = min(counts), max(counts)
+    if min_seeds == max_seeds:
+        return str(min_seeds)
+    return f"{min_seeds} to {max_seeds}"
 
 
 def _arms(schedules: list[str], static: list[str], num_deficit_arms: int) -> str:

@@ -153,21 +153,23 @@ def _keep_main_data(rows: list[ResultRow]) -> list[ResultRow]:
         )
         counts = Counter(row["data_checksum"] for row in newest_first)
         main_checksum, num_main = counts.most_common(1)[0]
-        others = [row for row in recipe_rows if row["data_checksum"] != main_checksum]
-        if others:
-            left_out.update(map(id, others))
-            _warn_of_other_data(others, main_checksum, num_main)
+        other_rows = [
+            row for row in recipe_rows if row["data_checksum"] != main_checksum
+        ]
+        if other_rows:
+            left_out.update(map(id, other_rows))
+            _warn_of_other_data(other_rows, main_checksum, num_main)
     return [row for row in rows if id(row) not in left_out]
 
 
 def _warn_of_other_data(
-    others: list[ResultRow], main_checksum: str, num_main: int
+    other_rows: list[ResultRow], main_checksum: str, num_main: int
 ) -> None:
-    checksums = sorted({row["data_checksum"] for row in others})
-    stores = sorted({row["store"] for row in others})
-    dataset = others[0]["spec"]["recipe"]["dataset"]
+    checksums = sorted({row["data_checksum"] for row in other_rows})
+    stores = sorted({row["store"] for row in other_rows})
+    dataset = other_rows[0]["spec"]["recipe"]["dataset"]
     warnings.warn(
-        f"{len(others)} runs on {dataset} in {', '.join(stores)} are left out: their data (checksum "
+        f"{len(other_rows)} runs on {dataset} in {', '.join(stores)} are left out: their data (checksum "
         f"{' and '.join(checksums)}) are not those of the other {num_main} ({main_checksum})",
         OtherDataWarning,
         stacklevel=4,

@@ -14,7 +14,7 @@ MAX_CACHED_TABLES = 1000  # small tables, a few hundred for all stored runs
 
 
 def paired(a: pd.DataFrame, b: pd.DataFrame, value: str) -> pd.Series:
-    """Return a column of runs ``a`` minus that of runs ``b`` by seed.
+    """Return a column of runs ``a`` minus the column of runs ``b``, paired by seed.
 
     A side with several arms has their mean, on the seeds that all of them have. A run that diverged has the worst value
     of its task (``run_table.table``); a seed at which every run of both sides diverged is left out.

@@ -82,7 +82,7 @@ class Task:
         return self._by_rule[rule or self.settings[arm][1]][arm].to_numpy()
 
     def gain(self, arm: str, other: str, rule: str = "") -> Estimate:
-        """Return the quality of an arm minus that of another."""
+        """Return the quality of an arm minus the quality of another arm."""
         description = f"{self.name}, {arm} minus {other}"
         differences = self.quality(arm, rule) - self.quality(other, rule)
         return Estimate(description, self.unit, differences, self.margin)

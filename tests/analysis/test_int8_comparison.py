@@ -117,6 +117,6 @@ def test_they_are_an_experiment_of_their_own():
     assert len(rest) == 34
     assert int8_comparison in report.RESULT_MODULES
     assert [s.title.split(":")[0] for s in int8_comparison.sections(runs)] == [
-        "Products on codes"
+        "Int8 matmuls compared with simulated ones"
     ]
     assert int8_comparison.executions(rest) == []

@@ -104,7 +104,7 @@ def test_pages_show_facts_and_name_reports_that_are_missing(
         "12 images",
         "3 files .heic: no reader (a.heic)",
     ]
-    assert section.title == "What was read of mine/"
+    assert section.title == "Data report of mine/"
     assert facts.digest in section.notes[0]
     assert data_reports.NOTHING_CHANGED not in section.notes
     assert data_reports.summary([facts])[0].startswith(

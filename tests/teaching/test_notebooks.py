@@ -688,7 +688,7 @@ def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
     told = " ".join(re.sub("<.*?>", " ", page.split("</style>")[1]).split())
     assert "not corrected for several comparisons" in told
     assert (
-        "notebook what was asked what came out time 07_asks (dataset=my/) Do few bits do? And 2? In this run: RR "
+        "notebook question answer time 07_asks (dataset=my/) Do few bits do? And 2? In this run: RR "
         in told
     )
 

@@ -80,7 +80,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         return
     note = (
         "Arms, seeds, tests and what each outcome means were written down (docs/preregistration.md) before the first "
-        "run. Grey: margins within which an effect is not worth naming. Runs that diverged or failed count as chance."
+        "run. Grey: effects within their margin are too small to matter. Runs that diverged or failed count as chance."
     )
     alt = "primary effects of the preregistered questions with their intervals and margins"
     lines: list[preregistered.IntervalLine] = []
@@ -96,7 +96,9 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
                 e.text(),
             )
         )
-    title = "What was found, beside margins within which it is not worth naming"
+    title = (
+        "Primary effects of H1 to H4; inside the grey band they are too small to matter"
+    )
     figure = preregistered.interval_figure(
         lines, title, "effect in margins (grey: within one)", band=1
     )

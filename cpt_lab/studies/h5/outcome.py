@@ -206,7 +206,7 @@ def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
 
 
 def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
-    """Return a printable table of the other registered effects of ``cases``; they decide nothing."""
+    """Return a printable table of the secondary effects of ``cases``; they decide nothing."""
     lines = []
     for case, arms in parts.items():
         if not isinstance(arms, str):
@@ -276,16 +276,20 @@ def verdict(gains: pd.DataFrame) -> str:
         lines = allocated_gains[(outcome == name) & word.isin((WINS, LOSES))]
         if len(lines):
             sentences.append(f"{name}: {'; '.join(_gains(lines))}")
-    others = allocated_gains[(outcome == WON) & (word != WINS)]
-    is_undecided = others["word"] == "open"
+    other_gains = allocated_gains[(outcome == WON) & (word != WINS)]
+    is_undecided = other_gains["word"] == "open"
     if is_undecided.any():
-        undecided = "; ".join(_gains(others[is_undecided]))
+        undecided = "; ".join(_gains(other_gains[is_undecided]))
         sentences.append(f"open after Holm's correction: {undecided}")
-    static_arms = [f"{r.arm}, {r.case}" for r in others[~is_undecided].itertuples()]
+    static_arms = [
+        f"{r.arm}, {r.case}" for r in other_gains[~is_undecided].itertuples()
+    ]
     if static_arms:
         sentences.append(f"static precision itself: {'; '.join(static_arms)}")
-    first, *further = sentences
-    return ". ".join([first, *(f"{text[0].upper()}{text[1:]}" for text in further)])
+    first, *other_sentences = sentences
+    return ". ".join(
+        [first, *(f"{text[0].upper()}{text[1:]}" for text in other_sentences)]
+    )
 
 
 def _no_win_text(allocated_gains: pd.DataFrame) -> str:
@@ -311,7 +315,7 @@ def _outcomes(gains: pd.DataFrame) -> dict[str, str]:
 
 
 def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
-    """Return the arms whose outcome depends on the rule of evaluation, with a note on the other outcomes."""
+    """Return the arms with an outcome that depends on the rule of evaluation, with a note on the deviating outcomes."""
     registered = _outcomes(effects(parts))
     by_rule = {rule: _outcomes(effects(parts, rule)) for rule in EVALUATION_RULES}
     notes = {}
@@ -428,7 +432,7 @@ def allocation_figure(gains: pd.DataFrame) -> Figure:
         for ax in axes[-1, :3]:
             ax.set_xlabel("training step", fontsize=SMALL_FONT_SIZE)
         figure.suptitle(
-            "Bits where they matter, at the cost of the static precision that is dashed",
+            "Bits allocated by sensitivity, at the cost of static precision (dashed)",
             fontsize=10,
         )
     return figure
@@ -486,7 +490,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         f"H5 of docs/preregistration.md: {verdict(gains)}.",
         *(f"{arm.capitalize()} {text}." for arm, text in robustness(parts).items()),
         "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
-        "chance. Crosses: what the measured sensitivities promised; dotted: what 8 bits throughout gain.",
+        "chance. Crosses: gains predicted from the measured sensitivities; dotted: the gain of 8 bits throughout.",
     )
     alt = "schedules made from sensitivities, and their gain on static precision of equal cost"
     yield Section(

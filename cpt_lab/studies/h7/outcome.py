@@ -142,7 +142,7 @@ def _share_of_full_gain(gain: Estimate, full: Estimate) -> str:
     """Return a gain as a share of the gain of 8/8, with its interval, in words."""
     low, _ = full.interval()
     if not low > 0:
-        return f"{FULL_BITS_ARM} gains nothing clear"
+        return f"{FULL_BITS_ARM} has no significant gain"
     # Some resamples have a gain of 0 at 8/8.
     with np.errstate(divide="ignore", invalid="ignore"):
         resampled = bootstrap(
