@@ -123,7 +123,7 @@ def _rename(module: nn.Module, name: str, undo: ExitStack) -> None:
 
 
 class CountingMode(interception_mode_class()):  # type: ignore[misc]
-    """Function mode of a model that is not converted, whose handlers round nothing."""
+    """Function mode of an unconverted model; its handlers do not round."""
 
     root: nn.Module
 

@@ -292,7 +292,7 @@ def price(
         counts[row_name(operation)] += operation.macs
     tally = tallies[convention]
     squared_bits = tally.squared_bits()
-    totals = {name: counted.total() for name, counted in tallies.items()}
+    totals = {name: tallies[name].total() for name in tallies}
     return BitOpsPlan(
         convention=convention,
         steps=formats[convention][None].total(),

@@ -36,8 +36,9 @@ def group_edges(nodes: Tensor, count: int) -> Edges:
 def count_nodes(nodes: Tensor, count: int) -> Tensor:
     """Return how often each of the nodes 0..count - 1 occurs, (count,) int64."""
     totals = torch.zeros(count, dtype=torch.int64, device=nodes.device)
-    one = torch.ones((), dtype=torch.int64, device=nodes.device)
-    return totals.index_add_(0, nodes, one.expand(len(nodes)))
+    # expand repeats the one without memory
+    ones = torch.ones((), dtype=torch.int64, device=nodes.device).expand(len(nodes))
+    return totals.index_add_(0, nodes, ones)
 
 
 def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *back: Tensor | None) -> Tensor:

@@ -122,14 +122,14 @@ def graph_conv(
 ) -> Tensor:
     """Return the GCN layer of features, (D, O): weight (I, O), bias (O,).  Paper: equation 1."""
     x, _ = source_and_destination(graph, features)
-    before, behind = NORM_EXPONENTS[norm]
+    out_exponent, in_exponent = NORM_EXPONENTS[norm]
     if weight.shape[0] > weight.shape[1]:  # fewer features to sum
-        h = project(graph, x, weight, before)
+        h = project(graph, x, weight, out_exponent)
         h = neighbour_sum(graph, h)
     else:
-        h = neighbour_sum(graph, x, before)
+        h = neighbour_sum(graph, x, out_exponent)
         h = project(graph, h, weight)
-    return scale_and_add_bias(graph, h, behind, bias)
+    return scale_and_add_bias(graph, h, in_exponent, bias)
 
 
 @overridable

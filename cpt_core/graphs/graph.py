@@ -190,14 +190,17 @@ class Graph:
         """
         check_choice("reduce", reduce, REDUCTIONS)
         check_features(h, self.num_src, "h: ")
-        wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
+        is_wide = h.dtype in (torch.float32, torch.float64)
+        wide = h if is_wide else h.float()
+
         has_backward = wide.requires_grad and torch.is_grad_enabled()
         back: tuple[Tensor | None, Tensor | None] = (None, None)
         if has_backward:
             back = self.transposed.indptr, self.transposed.indices
         out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)
         if reduce == "mean":
-            out = out / self.in_degrees.to(out).clamp_min(1).unsqueeze(1)
+            degrees = self.in_degrees.to(out).clamp_min(1)
+            out = out / degrees.unsqueeze(1)
         return out.to(h.dtype)
 
     def set_constant(self, features: Tensor | None) -> Graph:

@@ -112,10 +112,9 @@ class PrecisionScheduler:
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
         self.last_step = 0
         self.follows = False  # whether the steps of an optimizer call advance()
-        self._groups = {
-            pattern: [self._layers[name] for name in assigned.layers]
-            for pattern, assigned in self.schedules.items()
-        }
+        self._groups: dict[str, list[LayerPrecision]] = {}
+        for pattern, assigned in self.schedules.items():
+            self._groups[pattern] = [self._layers[name] for name in assigned.layers]
         self.total_steps = next(iter(self.schedules.values())).schedule.total_steps
         for pattern, assigned in self.schedules.items():
             self._check_levels(assigned.schedule, self._groups[pattern])
@@ -225,22 +224,25 @@ class PrecisionScheduler:
 
         A resumed run needs it besides the model's ``state_dict``.
         """
+        schedules = {
+            pattern: assigned.schedule.to_dict()
+            for pattern, assigned in self.schedules.items()
+        }
+        ladders = {}
+        running_ranges = {}
+        for name, layer in self._layers.items():
+            ladder = layer.grids.to_dict()
+            if ladder:  # {} for the paper's grids
+                ladders[name] = ladder
+            if layer.is_listed:
+                running_ranges[name] = layer.get_running()
         return {
             "numerics": NUMERICS,
             "last_step": self.last_step,
             "q_grad": self.q_grad,
-            "schedules": {
-                pattern: assigned.schedule.to_dict()
-                for pattern, assigned in self.schedules.items()
-            },
-            "ladders": _non_empty(
-                {name: layer.grids.to_dict() for name, layer in self._layers.items()}
-            ),
-            "layers": {
-                name: layer.get_running()
-                for name, layer in self._layers.items()
-                if layer.is_listed
-            },
+            "schedules": schedules,
+            "ladders": ladders,
+            "layers": running_ranges,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -287,10 +289,6 @@ class PrecisionScheduler:
                 "noise, so its losses are not those of one run; see cpt_core.numerics",
                 stacklevel=2,
             )
-
-
-def _non_empty(descriptions: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in descriptions.items() if value}
 
 
 def _check_known_entries(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -378,9 +376,7 @@ def _match_patterns(
     pattern_by_layer = {}
     order = {pattern: number for number, pattern in enumerate(patterns)}
     # a pattern without wildcards matches the layer of that name alone
-    wildcards = [
-        pattern for pattern in patterns if any(sign in pattern for sign in "*?[")
-    ]
+    wildcards = [pattern for pattern in patterns if not {*"*?["}.isdisjoint(pattern)]
     for name, layer in layers.items():
         candidates = [pattern for pattern in wildcards if fnmatchcase(name, pattern)]
         if name in order:
@@ -468,9 +464,8 @@ def copy_ranges(source: nn.Module, target: nn.Module) -> None:
     source_layers = _precisions_in("source", source)
     target_layers = _precisions_in("target", target)
     pairs = list(zip(source_layers.items(), target_layers.items(), strict=False))
-    are_equal = len(source_layers) == len(target_layers) and all(
-        _correspond(*first, *second) for first, second in pairs
-    )
+    have_equal_layers = all(_correspond(*first, *second) for first, second in pairs)
+    are_equal = len(source_layers) == len(target_layers) and have_equal_layers
     if not are_equal:
         raise ValueError(
             "source and target must have the same quantised layers, "
