@@ -1,6 +1,7 @@
-"""Checks and hints of the exercises in notebooks 00 to 02 and in the lessons, from 09 on.
+"""Checks and hints of the exercises in notebooks 00 to 02 and 09 to 18.
 
-They are not in the notebooks because a check gives its answer away.
+``EXERCISES`` maps the number of an exercise to its ``Exercise``. Most checks compare the reader's function with a
+reference on samples, and recognise common mistakes. They are not in the notebooks, because a check contains the answer.
 """
 
 import itertools
@@ -81,9 +82,9 @@ def _gradients(layer: Any) -> list[torch.Tensor]:
 
 
 def _quantized_layer(answer: Any) -> bool:
-    like(library_layer, (*LAYER_OPERANDS, 2), (*LAYER_OPERANDS, 5), slips=_LAYER_SLIPS)(
-        answer
-    )
+    like(
+        library_layer, (*LAYER_OPERANDS, 2), (*LAYER_OPERANDS, 5), slips=_LAYER_MISTAKES
+    )(answer)
     names = ("input", "weight", "bias")
     for name, gradients, expected in zip(
         names, _gradients(answer), _gradients(library_layer), strict=True
@@ -145,22 +146,33 @@ def _on_grid(
     return round((x - x.min()) / step) * step + shift * x.min()
 
 
-_SLIPS = {
-    "all values are equal, so that the step is 0, and 0 / 0 is no number": lambda x, q: (
-        _on_grid(x, 2**q - 1, torch.round)
-    ),
-    "2^q steps have one level more than 2^q": lambda x, q: _on_grid(
-        x, 2**q, torch.round
-    ),
-    "it rounds down, not to the nearest level": lambda x, q: _on_grid(
-        x, 2**q - 1, torch.floor
-    ),
-    "the minimum is taken away and not added again": lambda x, q: _on_grid(
-        x, 2**q - 1, torch.round, 0
-    ),
-    "these are the levels, 0 to 2^q - 1, not yet the values": lambda x, q: torch.round(
-        (x - x.min()) / (x.max() - x.min()) * (2**q - 1)
-    ),
+def _quantize_equal_values_to_nan(x: torch.Tensor, q: int) -> torch.Tensor:
+    return _on_grid(x, 2**q - 1, torch.round)
+
+
+def _quantize_with_one_step_too_many(x: torch.Tensor, q: int) -> torch.Tensor:
+    return _on_grid(x, 2**q, torch.round)
+
+
+def _quantize_rounding_down(x: torch.Tensor, q: int) -> torch.Tensor:
+    return _on_grid(x, 2**q - 1, torch.floor)
+
+
+def _quantize_without_minimum(x: torch.Tensor, q: int) -> torch.Tensor:
+    return _on_grid(x, 2**q - 1, torch.round, 0)
+
+
+def _quantize_to_integers(x: torch.Tensor, q: int) -> torch.Tensor:
+    return torch.round((x - x.min()) / (x.max() - x.min()) * (2**q - 1))
+
+
+# Common mistakes: the sentence that a reader gets, and a function that makes the mistake.
+_QUANTIZE_MISTAKES = {
+    "all values are equal, so that the step is 0, and 0 / 0 is no number": _quantize_equal_values_to_nan,
+    "2^q steps have one level more than 2^q": _quantize_with_one_step_too_many,
+    "it rounds down, not to the nearest level": _quantize_rounding_down,
+    "the minimum is taken away and not added again": _quantize_without_minimum,
+    "these are the levels, 0 to 2^q - 1, not yet the values": _quantize_to_integers,
 }
 
 
@@ -270,23 +282,141 @@ LAYER_OPERANDS = [
     v.clone().requires_grad_()
     for v in (_MATRIX[:, :6], _MATRIX[:3, 2:], _MATRIX[3, :3])
 ]  # x, weight, bias
-_LAYER_SLIPS = {
-    "nothing is rounded: multiply rounded(x, bits), and the weight and the bias likewise": lambda *v: (
-        linear(*v[:3])
-    ),
-    "the weight has one range, and not one for each row: rounded(weight, bits, dim=1)": lambda *v: (
-        linear(*(quantize(each, v[3]) for each in v[:3]))
-    ),
-    "the bias is not rounded: rounded(bias, bits)": lambda x, w, b, q: linear(
-        quantize(x, q), quantize(w, q, "linear_weight"), b
-    ),
+
+
+def _layer_without_rounding(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, bits: int
+) -> torch.Tensor:
+    return linear(x, weight, bias)
+
+
+def _layer_with_one_range(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, bits: int
+) -> torch.Tensor:
+    return linear(quantize(x, bits), quantize(weight, bits), quantize(bias, bits))
+
+
+def _layer_without_rounded_bias(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, bits: int
+) -> torch.Tensor:
+    return linear(quantize(x, bits), quantize(weight, bits, "linear_weight"), bias)
+
+
+_LAYER_MISTAKES = {
+    "nothing is rounded: multiply rounded(x, bits), and the weight and the bias likewise": _layer_without_rounding,
+    "the weight has one range, and not one for each row: rounded(weight, bits, dim=1)": _layer_with_one_range,
+    "the bias is not rounded: rounded(bias, bits)": _layer_without_rounded_bias,
 }
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 _ETH = make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
+
+def _costs_less_than_half(answer: Any) -> bool:
+    return _costs(suite_schedule(answer).bits(), 0, 0.5)
+
+
+def _backward_share(q: int, q_grad: int) -> float:
+    """Return the share of the backward matmuls in the cost of a step."""
+    return 2 * q_grad / (q + 2 * q_grad)
+
+
+def _forward_share(q: int, q_grad: int) -> float:
+    return q / (q + 2 * q_grad)
+
+
+def _on_front(runs: list[tuple[float, float]]) -> list[bool]:
+    """Return which (cost, accuracy) are on the Pareto front."""
+    return [
+        not any(c <= cost and a > accuracy for c, a in runs) for cost, accuracy in runs
+    ]
+
+
+def _on_front_of_lower_costs(runs: list[tuple[float, float]]) -> list[bool]:
+    return [
+        not any(c < cost and a > accuracy for c, a in runs) for cost, accuracy in runs
+    ]
+
+
+def _affordable_bits(budget: float) -> int:
+    """Return the most bits of a static precision within a budget, relative to 8 bits."""
+    return max(q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget)
+
+
+def _rounding_variance(cost: float) -> float:
+    """Return the variance of the rounding error at a cost, relative to 8 bits."""
+    return 4 ** (16 - (64 + 192 * cost) ** 0.5)
+
+
+def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Return pairs of 4-bit codes as bytes, the first one in the low half."""
+    return codes[0::2] + 16 * codes[1::2]
+
+
+def _quantize_rows(x: torch.Tensor, q: int) -> torch.Tensor:
+    return quantize(x, q, "linear_weight")
+
+
+def _quantize_rows_without_zero_step(x: torch.Tensor, q: int) -> torch.Tensor:
+    return torch.stack([_on_grid(row, 2**q - 1, torch.round) for row in x])
+
+
+def _quantize_symmetric(x: torch.Tensor, q: int) -> torch.Tensor:
+    return quantize(x, format=f"symmetric{q}")
+
+
+def _quantize_symmetric_with_one_bit_more(x: torch.Tensor, q: int) -> torch.Tensor:
+    return quantize(x, format=f"symmetric{q + 1}")
+
+
+def _is_rex(name: Any) -> bool:
+    return words(name) in ("rex", "r")
+
+
+def _mean_precision(hits: list[bool], objects: int) -> float:
+    precisions = [
+        sum(hits[: i + 1]) / (i + 1) for i, is_hit in enumerate(hits) if is_hit
+    ]
+    return sum(precisions) / objects
+
+
+def _precision_per_hit(hits: list[bool], objects: int) -> float:
+    return _average_precision(hits, max(1, sum(hits)))
+
+
+def _aggregate(messages: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the sum of the quantised messages of a node's neighbours."""
+    return quantize(messages, bits, "graph_aggregation").sum(0)
+
+
+def _aggregate_without_rounding(messages: torch.Tensor, bits: int) -> torch.Tensor:
+    return messages.sum(0)
+
+
+def _aggregate_with_one_range(messages: torch.Tensor, bits: int) -> torch.Tensor:
+    return quantize(messages, bits).sum(0)
+
+
+def _aggregate_then_round(messages: torch.Tensor, bits: int) -> torch.Tensor:
+    return quantize(messages.sum(0), bits)
+
+
+def _aggregate_mean(messages: torch.Tensor, bits: int) -> torch.Tensor:
+    return quantize(messages, bits, "graph_aggregation").mean(0)
+
+
+def _perplexity(probabilities: list[float]) -> float:
+    return math.exp(-sum(map(math.log, probabilities)) / len(probabilities))
+
+
+def _deficit_cost(low_steps: int, total_steps: int, q: int) -> float:
+    """Return the mean cost of a step, relative to 8 bits, with some steps at q bits."""
+    low_cost = low_steps * (q * q + 16 * q) / 192
+    return (low_cost + total_steps - low_steps) / total_steps
+
+
 EXERCISES = {
     "00.1": Exercise(
-        lambda answer: _costs(suite_schedule(answer).bits(), 0, 0.5),
+        _costs_less_than_half,
         "cpt.make_schedule, with a name of large savings",
     ),
     "00.2": Exercise(
@@ -326,7 +456,7 @@ EXERCISES = {
             (-_SQUARES, 3),
             (_MATRIX, 4),
             (_EQUAL, 2),
-            slips=_SLIPS,
+            slips=_QUANTIZE_MISTAKES,
         ),
         "s and x_q, a line each, as above; what if s is 0? clamp(min=...) helps",
     ),
@@ -336,13 +466,9 @@ EXERCISES = {
     ),
     "02.3": Exercise(
         like(
-            lambda q, q_grad: 2 * q_grad / (q + 2 * q_grad),
+            _backward_share,
             *[(3, 8), (8, 8), (4, 6)],
-            slips={
-                "this is the share of the forward product": lambda q, q_grad: (
-                    q / (q + 2 * q_grad)
-                )
-            },
+            slips={"this is the share of the forward product": _forward_share},
         ),
         "three products: one of q by q bits, two of q by q_grad",
     ),
@@ -357,28 +483,20 @@ EXERCISES = {
     ),
     "09.2": Exercise(
         like(
-            lambda runs: [
-                not any(c <= cost and a > accuracy for c, a in runs)
-                for cost, accuracy in runs
-            ],
+            _on_front,
             ([(0.4, 80.0), (0.63, 83.0), (0.55, 84.0), (1.0, 86.0)],),
             ([(1.0, 90.0), (0.2, 91.0)],),
             ([(0.5, 1.0), (0.4, 0.5), (0.3, 0.75)],),
             ([(0.55, 83.0), (0.55, 84.0), (1.0, 84.0)],),
             slips={
-                "a run of the same cost that is more accurate costs no more either": lambda runs: [
-                    not any(c < cost and a > accuracy for c, a in runs)
-                    for cost, accuracy in runs
-                ],
+                "a run of the same cost that is more accurate costs no more either": _on_front_of_lower_costs,
             },
         ),
         "a run is on the front unless another one costs no more and is more accurate",
     ),
     "10.1": Exercise(
         like(
-            lambda budget: max(
-                q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget
-            ),
+            _affordable_bits,
             *[(0.6,), (0.417,), (0.2,), (0.65,), (1.0,)],
             tolerance=0,
         ),
@@ -386,7 +504,7 @@ EXERCISES = {
     ),
     "10.2": Exercise(
         like(
-            lambda cost: 4 ** (16 - (64 + 192 * cost) ** 0.5),
+            _rounding_variance,
             (1.0,),
             (80 / 192,),
             (57 / 192,),
@@ -398,7 +516,7 @@ EXERCISES = {
     ),
     "11.2": Exercise(
         like(
-            lambda c: c[0::2] + 16 * c[1::2],
+            _pack_codes,
             (torch.tensor([1, 2, 15, 0], dtype=torch.uint8),),
             tolerance=0,
         ),
@@ -406,25 +524,17 @@ EXERCISES = {
     ),
     "12.1": Exercise(
         like(
-            lambda x, q: quantize(x, q, "linear_weight"),
+            _quantize_rows,
             *[(_MATRIX, 2), (_MATRIX.T, 3), (_ONE_ROW_EQUAL, 2)],
-            slips={
-                "the first row has a step of 0": lambda x, q: torch.stack(
-                    [_on_grid(row, 2**q - 1, torch.round) for row in x]
-                )
-            },
+            slips={"the first row has a step of 0": _quantize_rows_without_zero_step},
         ),
         "x.amin(1, keepdim=True) is the minimum of every row; a step of 0 as in notebook 02",
     ),
     "12.2": Exercise(
         like(
-            lambda x, q: quantize(x, format=f"symmetric{q}"),
+            _quantize_symmetric,
             *[(_SQUARES, 3), (-_SQUARES, 4), (_MATRIX, 5)],
-            slips={
-                "n is 2^(q - 1) - 1": lambda x, q: quantize(
-                    x, format=f"symmetric{q + 1}"
-                )
-            },
+            slips={"n is 2^(q - 1) - 1": _quantize_symmetric_with_one_bit_more},
         ),
         "s = x.abs().max() / n; round x / s, and go back",
     ),
@@ -437,7 +547,7 @@ EXERCISES = {
     ),
     "13.2": Exercise(share(80 / 192, 5e-3), "the cost of static 4 bits"),
     "13.3": Exercise(
-        lambda name: words(name) in ("rex", "r"),
+        _is_rex,
         "s.noise_exposure() of cpt.solve_schedule(0.45, ..., family=name)",
     ),
     "15.1": Exercise(
@@ -447,45 +557,30 @@ EXERCISES = {
             ([False, True, True, False], 2),
             ([False, False], 3),
             slips={
-                "every hit counts the precision at its place, not the best one from there on": lambda hits, objects: (
-                    sum(
-                        sum(hits[: i + 1]) / (i + 1)
-                        for i, hit in enumerate(hits)
-                        if hit
-                    )
-                    / objects
-                ),
-                "it divides by the hits, not by all the objects": lambda hits, objects: (
-                    _average_precision(hits, max(1, sum(hits)))
-                ),
+                "every hit counts the precision at its place, not the best one from there on": _mean_precision,
+                "it divides by the hits, not by all the objects": _precision_per_hit,
             },
         ),
         "for every hit the best precision from there on; their sum over the number of objects",
     ),
     "16.1": Exercise(
         like(
-            lambda messages, bits: quantize(messages, bits, "graph_aggregation").sum(0),
+            _aggregate,
             (_MESSAGES, 2),
             (_MESSAGES, 4),
             (-_MESSAGES[:1], 3),
             slips={
-                "nothing is rounded": lambda m, bits: m.sum(0),
-                "all messages have one range together": lambda m, bits: quantize(
-                    m, bits
-                ).sum(0),
-                "the sum is rounded, and not what is summed": lambda m, bits: quantize(
-                    m.sum(0), bits
-                ),
-                "this is the mean": lambda m, bits: quantize(
-                    m, bits, "graph_aggregation"
-                ).mean(0),
+                "nothing is rounded": _aggregate_without_rounding,
+                "all messages have one range together": _aggregate_with_one_range,
+                "the sum is rounded, and not what is summed": _aggregate_then_round,
+                "this is the mean": _aggregate_mean,
             },
         ),
         'cpt.quantize(messages, bits, "graph_aggregation") first, then the sum over the neighbours, .sum(0)',
     ),
     "17.1": Exercise(
         like(
-            lambda p: math.exp(-sum(map(math.log, p)) / len(p)),
+            _perplexity,
             ([0.5, 0.25],),
             ([0.1] * 7,),
             ([1.0, 1.0],),
@@ -494,7 +589,7 @@ EXERCISES = {
     ),
     "18.1": Exercise(
         like(
-            lambda low, total, q: (low * (q * q + 16 * q) / 192 + total - low) / total,
+            _deficit_cost,
             (200, 600, 2),
             (0, 100, 3),
             (64, 64, 4),

@@ -304,7 +304,7 @@ def _write_index(
     names = [path.stem for path in notebooks()]
     outcome_by_name = {o.name: o for o in earlier_outcomes(folder, names)}
     outcome_by_name |= {o.name: o for o in outcomes}
-    pages = [{**vars(o), "name": name} for name, o in sorted(outcome_by_name.items())]
+    pages = [outcome.index_entry() for _, outcome in sorted(outcome_by_name.items())]
 
     answer: list[Section] = []
     if user_data:

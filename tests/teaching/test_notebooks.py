@@ -166,12 +166,12 @@ def test_other_parameters_have_a_page_of_their_own(place, quick):
         "done",
         "up to date",
     ]
-    assert (bad.page, bad.given, bad.error) == (
+    assert (bad.page, bad.changed_parameters, bad.error) == (
         None,
         "seeds=[13]",
         "AssertionError (cell 3)",
     )
-    assert (other.given, again.given) == ("seeds=[4]", "")
+    assert (other.changed_parameters, again.changed_parameters) == ("seeds=[4]", "")
     assert good.page == again.page != other.page
     assert "seeds are None" in again.page.read_text()
     assert "seeds are [4]" in other.page.read_text()
@@ -681,10 +681,8 @@ def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
         job = NotebookRun(tmp_path / "07_asks.ipynb", {}, given, tmp_path)
         job.keep("page", book, key="k", seconds=3.0)
         outcome = job.outcome("done")
-        assert (outcome.asked, outcome.found) == ("Do few bits do? And 2?", found)
-    page = report.write(
-        tmp_path, "smoke", [{**vars(outcome), "name": outcome.name}]
-    ).read_text()
+        assert (outcome.question, outcome.answer) == ("Do few bits do? And 2?", found)
+    page = report.write(tmp_path, "smoke", [outcome.index_entry()]).read_text()
     told = " ".join(re.sub("<.*?>", " ", page.split("</style>")[1]).split())
     assert "not corrected for several comparisons" in told
     assert (
@@ -698,8 +696,8 @@ def test_every_notebook_asks_and_sums_up(tmp_path):
         job = NotebookRun(path, {}, {}, tmp_path)
         job.keep("page", path.read_text(encoding="utf-8"), key="k", seconds=3.0)
         outcome = job.outcome("done")
-        assert outcome.asked.endswith("?"), path
-        assert outcome.found[0].isupper(), path
+        assert outcome.question.endswith("?"), path
+        assert outcome.answer[0].isupper(), path
 
 
 def test_an_index_that_would_say_the_same_is_left_alone(
