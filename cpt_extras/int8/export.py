@@ -1,4 +1,4 @@
-"""Hand a trained model over for inference: a program of torch alone, its quantised weights held as 8-bit codes.
+"""Export of a trained model for inference, as a program of torch operations that stores quantised weights as int8.
 
 >>> from cpt_core.quantization.convert import quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3)))
@@ -43,7 +43,7 @@ NUMERICS_BUFFER = "cpt_numerics"  # of a program: no operation reads it
 
 
 class Codes(nn.Module):
-    """A quantised parameter: a layer of an exported model has it in the place of the parameter.
+    """A quantised parameter of an exported model, in the place of the float parameter.
 
     Attributes:
         codes: int8, in the shape of the parameter.
@@ -62,7 +62,7 @@ class Codes(nn.Module):
             self.register_buffer(name, getattr(x, name))
 
     def forward(self) -> Tensor:
-        """Return the values, float32, bit for bit those of the simulation, which computes in it for half types too."""
+        """Return the values in float32, also for half types, with the bits of the simulation."""
         return (self.codes.float() + self.offset) * self.scale + self.low
 
 
@@ -214,7 +214,7 @@ def _check_format(name: str, layer: LayerPrecision) -> None:
 def _layers_used_elsewhere(
     model: nn.Module, inputs: tuple[Any, ...]
 ) -> set[LayerPrecision]:
-    """Run a model and return the layers whose weights another module than their own multiplies by."""
+    """Run a model, and return the layers whose weights are used by another module."""
     used_elsewhere: set[LayerPrecision] = set()
     modes = {
         getattr(module, HOOK).mode
@@ -238,7 +238,7 @@ def _layers_used_elsewhere(
 
 
 def _can_hold_codes(module: nn.Module) -> bool:
-    """Return whether all parameters of a module are operands as they are."""
+    """Return whether every parameter of a module is an operand itself, so that it can be stored as codes."""
     if isinstance(module, nn.LSTM):
         return all(
             p.dtype == torch.float32 for p in module.parameters(recurse=False)
@@ -292,7 +292,7 @@ def _forget_values(names: list[str], module: nn.Module, args: Any, output: Any) 
 
 @contextmanager
 def _in_torch_operations() -> Iterator[None]:
-    """Let quantised layers call what the operators of this package are made of, which is what a program may hold."""
+    """Make quantised layers call plain torch operations, the only ones that a program may contain."""
     plain = SimpleNamespace(**operators.PLAIN)
     plain.lstm_forward = partial(lstm.forward, plain)
     before, operators.active = operators.active, plain

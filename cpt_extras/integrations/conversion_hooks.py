@@ -1,4 +1,4 @@
-"""What the models of other libraries need when they are converted: refusals, a warning, copies of graph modules."""
+"""Hooks of ``quantize_`` and ``restore_`` for models of other libraries: checks, a warning, copies of graph modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUANTIZING_MODULES = (
 
 
 def load_libraries(model: nn.Module) -> None:
-    """Register the operators of other libraries, and the layers of those that a model has modules of."""
+    """Register operators of imported libraries, and the layers of DGL if the model contains any."""
     operations.register_library_operators()
     if any(
         type(module).__module__.partition(".")[0] == "dgl" for module in model.modules()
@@ -87,7 +87,7 @@ def _quantizes_by_itself(module: nn.Module) -> bool:
 
 
 def list_float32_modules(model: nn.Module, excluded: Collection[str]) -> str:
-    """Return the modules whose weights would stay in float32 unasked, as an error goes on with them."""
+    """Return a list of modules whose weights stay in float32, for the end of an error message."""
     kinds = float32_weights(model, excluded)[1]
     return "".join(f"; {count} {kind}" for kind, count in kinds.items())
 

@@ -1,4 +1,4 @@
-"""Several processes that train one model: every one has rounding noise of its own, and whole weights."""
+"""Data-parallel training: rounding noise per process, ranges broadcast by DDP, and an error for sharded weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_PROCESSES = 2 ** (63 - KEY_BITS)  # with noise of their own
 
 
 def key_offset() -> int:
-    """Return how far the keys of this process are behind those of the first one of its group.
+    """Return the offset of the noise keys of this process, 0 in the first process.
 
     ``quantize_`` makes keys below 2**51, so that those of two processes never meet; there is room for 4,096.
     """
@@ -39,7 +39,7 @@ register_module_parameter_registration_hook(_refuse_sharded_parameter)
 
 
 def share_ranges_of_active() -> None:
-    """Let the model that ``DistributedDataParallel`` runs now have the ranges of its first process, in every pass."""
+    """Broadcast the ranges of the first process in every pass of the model that DDP runs now."""
     parallel = DistributedDataParallel._active_ddp_module
     if parallel is not None and parallel not in _sharing:
         _sharing.add(parallel)
@@ -69,11 +69,11 @@ def _share_ranges(parallel: Any, args: Any) -> None:
         )
 
 
-_sharing: WeakSet[Any] = WeakSet()  # models whose ranges are shared
+_sharing: WeakSet[Any] = WeakSet()  # DDP models whose ranges are broadcast
 
 
 def check_unsharded(model: Any, first: str) -> None:
-    """Raise ValueError for a model whose parameters are spread over processes; ``first`` is what comes before that."""
+    """Raise ValueError for a model with sharded parameters; ``first`` is the step to do before sharding."""
     for name, parameter in model.named_parameters():
         if hasattr(
             parameter, "device_mesh"

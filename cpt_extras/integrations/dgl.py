@@ -21,11 +21,13 @@ def graph_from_dgl(graph: Any) -> Graph:
     """Return a DGL graph or block of one node type and one edge type as a ``Graph``; it is not copied."""
     indptr, indices, _ = graph.adj_tensors("csc")
     back_indptr, back_indices, _ = graph.adj_tensors("csr")
-    found = Graph._unchecked(indptr, indices, graph.num_src_nodes())
-    found.derive(
-        "transposed", lambda: Graph._unchecked(back_indptr, back_indices, found.num_dst)
-    )
-    return found
+    converted = Graph._unchecked(indptr, indices, graph.num_src_nodes())
+
+    def transpose() -> Graph:
+        return Graph._unchecked(back_indptr, back_indices, converted.num_dst)
+
+    converted.derive("transposed", transpose)
+    return converted
 
 
 def graph_conv_forward(

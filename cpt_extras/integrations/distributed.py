@@ -1,4 +1,4 @@
-"""Several processes, one model: ranges of the whole batch, not of a process's part of it.  Beyond the paper.
+"""Ranges synchronised over processes, so that data-parallel training rounds on the whole batch.  Beyond the paper.
 
 Data-parallel training shares a batch out to processes. Left alone, each rounds on ranges of its own part. Inside
 ``synced_ranges`` each takes the ends of all: so N processes train as one process with the whole batch does, up to the
@@ -63,7 +63,7 @@ def own_ranges() -> Iterator[None]:
 
 
 class _SyncedOperators:
-    """The operators ``ops``, with ranges over all processes of a group."""
+    """Operators ``ops`` with ranges over all processes of a group."""
 
     def __init__(self, ops: Any, group: Any) -> None:
         self.ops, self.group = ops, group
@@ -108,10 +108,10 @@ class _SyncedOperators:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return any other operator, which finds no range of several examples inside."""
 
-        def local(*given: Any) -> Any:
+        def local(*arguments: Any) -> Any:
             grids = [
                 g
-                for g in given
+                for g in arguments
                 if isinstance(g, str) and parse_grid(g)[0] != PER_EXAMPLE_GRID
             ]
             if name.startswith("round_scale") or (grids and name != "round_in_range"):
@@ -119,6 +119,6 @@ class _SyncedOperators:
                     f"{name} finds the ranges of several examples inside, on which processes cannot agree; give the "
                     "layer quantizers with granularity='per_row', leave it in float32, or train without synced_ranges"
                 )
-            return getattr(self.ops, name)(*given)
+            return getattr(self.ops, name)(*arguments)
 
         return local

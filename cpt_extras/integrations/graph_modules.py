@@ -18,14 +18,14 @@ class _GraphCopyHook:
     """Hook on copies of a converted module."""
 
     def __call__(self, copied: nn.Module) -> None:
-        """Convert a copy, whose interception has been copied."""
+        """Add precision and hooks to a copy, which has a copied interception."""
         precision = getattr(copied, HOOK).precision
         if precision is not None:
             attach_precision(copied, precision)
         add_hooks(copied)
 
     def __deepcopy__(self, memo: Any) -> _GraphCopyHook:
-        """Stay the same in copies of copies."""
+        """Return this hook itself for copies of copies."""
         return self
 
     def __reduce__(self) -> Any:

@@ -152,7 +152,7 @@ class PrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: Arguments, state: State, control: Control, **kwargs: Any
     ) -> None:
-        """Where the Trainer has put back the best weights, put back the running ranges they had."""
+        """Restore the running ranges of the best checkpoint, if the Trainer has restored its weights."""
         self.precision.stop_recording()
         if (
             args.load_best_model_at_end

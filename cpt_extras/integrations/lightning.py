@@ -110,7 +110,7 @@ class PrecisionCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Go to the bits of the next optimizer step when there was one, and log those of the last."""
+        """Set the bits of the next optimizer step after one was taken, and log the bits of the last one."""
         precision = self._follow(
             trainer, pl_module
         )  # nothing moves while gradients accumulate
@@ -131,7 +131,7 @@ class PrecisionCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Likewise."""
+        """Stop recording and remove hooks after an error."""
         self.teardown(trainer, pl_module, "fit")
 
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> TrainerPrecision:

@@ -1,4 +1,4 @@
-"""A scheduler that follows an optimizer: for training loops that are not yours, such as those of a trainer.
+"""Schedulers that follow an optimizer through its hooks, for training loops of trainers.
 
 Each step of the optimizer steps the scheduler, and the state of the optimizer holds that of the scheduler.
 """
@@ -36,8 +36,8 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
         )
     former = _follower(optimizer)
     if former is not None:
-        others = set(former._layers.values()) - set(scheduler._layers.values())
-        if any(precision.owning_scheduler is former for precision in others):
+        other_layers = set(former._layers.values()) - set(scheduler._layers.values())
+        if any(layer.owning_scheduler is former for layer in other_layers):
             raise ValueError(
                 "the optimizer is followed already, by a scheduler that drives other layers: make one scheduler for "
                 "both models, PrecisionScheduler(nn.ModuleList([first, second]), ...)"
@@ -97,7 +97,7 @@ def _step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _add_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of an optimizer with that of its scheduler."""
+    """Add the state of the scheduler to that of its optimizer; a hook of ``state_dict``."""
     scheduler = _follower(optimizer)
     return state if scheduler is None else {**state, KEY: scheduler.state_dict()}
 

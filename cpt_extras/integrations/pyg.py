@@ -9,7 +9,7 @@ from cpt_core.validation import short_repr
 
 
 def graph_from_pyg(data: Any) -> Graph:
-    """Return a ``Data`` of PyTorch Geometric as a ``Graph``, whose sums take no weights of edges."""
+    """Convert a ``Data`` object of PyTorch Geometric to a ``Graph``; edge weights are refused."""
     edges, weight = (
         getattr(data, "edge_index", None),
         getattr(data, "edge_weight", None),

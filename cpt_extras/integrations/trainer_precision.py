@@ -1,4 +1,4 @@
-"""What the callbacks share: the bits of training and of evaluation, and what is logged of them."""
+"""Scheduler of the trainer callbacks, with the bits of training and evaluation, and the entries of their logs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from cpt_extras.diagnostics.recording import Recording
 from cpt_extras.formats.ladder import AFFINE
 from cpt_extras.formats.prices import role_prices
 
-LOGGED = (
-    "level",
-    "snr_db",
-    "underflow",
-    "gradient_to_noise",
-)  # of what a recording knows
+# statistics of a recording that trainers log
+LOGGED_STATISTICS = ("level", "snr_db", "underflow", "gradient_to_noise")
 
 
 class TrainerPrecision(PrecisionScheduler):
-    """A ``PrecisionScheduler`` that knows what a Trainer logs.
+    """A ``PrecisionScheduler`` with the log entries of a trainer.
 
-    ``total_steps``: optimizer steps that the Trainer will take; None when it is not about to train.
+    ``total_steps`` is the number of optimizer steps that the trainer will take; None when it is not about to train.
     """
 
     recording: Recording | None = None
@@ -53,34 +49,33 @@ class TrainerPrecision(PrecisionScheduler):
         }
 
     def start_recording(self, every: int | None, step: int) -> None:
-        """Record one step of so many from a step on, None for none; ``stop_recording`` ends it."""
+        """Start to record every ``every``-th step, the first one included; None records nothing."""
         self.stop_recording()
         self._last_logged_step = -1
         if every is not None:
             self.recording = Recording(self.model, every, step).__enter__()
 
     def stop_recording(self) -> None:
-        """Take recording off the model; what it found stays."""
+        """Stop recording; its results stay."""
         if self.recording is not None and self.recording.open:
             self.recording.__exit__()
 
     def recorded(self) -> dict[str, float]:
-        """Return the scalars of the last recorded step, once: of every role the median over layers."""
+        """Return the scalars of the last recorded step, medians over layers by role; nothing if returned before."""
         steps = self.recording.steps if self.recording is not None else []
         if self.recording is None or not steps or steps[-1] == self._last_logged_step:
             return {}
         self._last_logged_step = steps[-1]
-        of_roles: dict[str, list[float]] = {}
+        by_role: dict[str, list[float]] = {}
         for name, value in self.recording.scalars().items():
             _, role, statistic = name.rsplit("/", 2)
-            if statistic in LOGGED and np.isfinite(
-                value
-            ):  # a bias of zeros has no noise
-                of_roles.setdefault(f"{role}/{statistic}", []).append(value)
-        return {name: float(np.median(values)) for name, values in of_roles.items()}
+            # a bias of zeros has no finite signal-to-noise ratio
+            if statistic in LOGGED_STATISTICS and np.isfinite(value):
+                by_role.setdefault(f"{role}/{statistic}", []).append(value)
+        return {name: float(np.median(values)) for name, values in by_role.items()}
 
     def evaluate_as_it_trains(self) -> None:
-        """Let ``eval()`` change no bits from now on."""
+        """Keep the bits of training in ``eval()`` from now on."""
         if all(
             layer.owning_scheduler is self
             for layers in self._groups.values()
@@ -92,11 +87,14 @@ class TrainerPrecision(PrecisionScheduler):
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
         schedule = self.schedules[pattern][0]
         ladders = getattr(self._groups[pattern][0].grids, "ladders", None)
-        on = None if ladders is None or set(ladders) == {AFFINE} else tuple(ladders)
-        spent, top = role_prices(
-            schedule.levels(self.q_grad), schedule.q_max, ladder=on
-        )
-        return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1) / top
+        if ladders is None or set(ladders) == {AFFINE}:
+            ladder = None
+        else:
+            ladder = tuple(ladders)
+        levels = schedule.levels(self.q_grad)
+        costs, max_cost = role_prices(levels, schedule.q_max, ladder=ladder)
+        num_steps = np.arange(1, schedule.total_steps + 1)
+        return np.cumsum(costs) / num_steps / max_cost
 
     def logs(self, steps: int) -> dict[str, float]:
         """Return what to log after so many optimizer steps; nothing after none.
@@ -114,7 +112,7 @@ class TrainerPrecision(PrecisionScheduler):
         return entries
 
     def eval_logs(self) -> dict[str, float]:
-        """Return the bits of evaluation in force, 32 for float32; nothing while the model trains."""
+        """Return the active bits of evaluation, 32 for float32; nothing while the model trains."""
         entries: dict[str, float] = {}
         for pattern, layers in () if self.model.training else self._groups.items():
             layer = min(
@@ -125,5 +123,5 @@ class TrainerPrecision(PrecisionScheduler):
             entries[self._name("eval_bits", pattern)] = bits or cost.FULL_PRECISION
         return entries
 
-    def _name(self, what: str, pattern: str) -> str:
-        return what if len(self.schedules) == 1 else f"{what}/{pattern}"
+    def _name(self, entry: str, pattern: str) -> str:
+        return entry if len(self.schedules) == 1 else f"{entry}/{pattern}"

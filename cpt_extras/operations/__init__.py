@@ -1,4 +1,22 @@
-"""Functions of torch that few models use: ``contractions``, and ``recurrences``, imported when the first one runs."""
+"""Quantisation of torch functions and program structures that the paper's models do not have.
+
+The problem: the core intercepts linear layers, convolutions, matmuls, attention and the LSTM. Other models multiply by
+``addmm``, ``einsum`` or ``grouped_mm``, use GRUs, or run inside ``DataParallel``, checkpoints and compilers. Without
+handlers, those operations would stay in float32, or be quantised at the wrong bits.
+
+The design: ``quantize_`` loads this package through ``cpt_core.extensions``; each module registers its handlers.
+
+- ``contractions``: functions that are matmuls in disguise, rewritten as a matmul or an einsum with roles and ranges.
+- ``recurrences``: RNNs, GRUs, their cells, and LSTMs with packed sequences, step by step; imported at first use.
+- ``split_gradients``: separate formats of the output gradient for the input gradient and the weight gradient.
+- ``forward_state`` and ``recomputation``: recomputation in the backward pass uses the bits of the forward pass.
+- ``guarded_mode``: interception inside replicas, interrupted forward passes, compiled code and checkpoints.
+- ``autocast_matmul``: backward passes that a compiler traces under autocast stay in float32.
+- ``unsupported_tensors``: a clear error for tensors of other classes, such as weights that are quantised already.
+
+The trade-offs: ``guarded_mode`` looks at Python frames, which costs some microseconds per module. Functions without a
+handler run in float32; ``cpt.diagnostics.check`` finds them (docs/fallbacks.md).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Products whose backward products autocast leaves in float32, also where a compiler traces them under it.
+"""Matmuls whose backward pass stays in float32 when a compiler traces it under autocast.
 
-Autocast rounds the operands of products to half precision. Quantised layers turn it off while they multiply; their
-backward pass comes later, outside of it. Compilers trace both passes under the autocast around the forward pass: there
-the backward pass turns it off by itself. The gradients of convolutions are no products to autocast.
+Autocast rounds the operands of matmuls to half precision. Quantised layers turn it off in the forward pass, and the
+eager backward pass runs outside of it. Compilers trace both passes under the autocast of the forward pass; so here the
+backward pass turns autocast off itself. Autocast does not touch the gradients of convolutions.
 
 >>> matmul(torch.ones(2, 3), torch.ones(3, 1)).tolist()
 [[3.0], [3.0]]
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class _Matmul(torch.autograd.Function):
-    """A product; what its backward pass repeats of it, compilers leave out."""
+    """A matmul; compilers drop the forward computation that its backward pass repeats."""
 
     @staticmethod
     def forward(ctx: Any, multiply: Callable[..., Tensor], *operands: Tensor) -> Tensor:
@@ -42,14 +42,14 @@ MATMUL_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 @torch.compiler.allow_in_graph
 def _traced_matmul(name: str, *operands: Tensor) -> Tensor:
-    """Return a product of ``MATMUL_FUNCTIONS``, or an einsum by its equation."""
+    """Call a function of ``MATMUL_FUNCTIONS`` by name, or an einsum by its equation."""
     return _Matmul.apply(
         MATMUL_FUNCTIONS.get(name) or partial(torch.einsum, name), *operands
     )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what ``torch.nn.functional.linear`` does, in code that is compiled; see ``operators.linear``."""
+    """Compute ``torch.nn.functional.linear`` in compiled code; see ``operators.linear``."""
     return (
         _traced_matmul("F.linear", x, weight)
         if bias is None
@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return what ``torch.matmul`` does."""
+    """Compute ``torch.matmul``."""
     return (
         _traced_matmul("torch.matmul", a, b)
         if torch.compiler.is_compiling()
@@ -67,7 +67,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
-    """Return what ``torch.einsum`` does."""
+    """Compute ``torch.einsum``."""
     return (
         _traced_matmul(equation, *operands)
         if torch.compiler.is_compiling()

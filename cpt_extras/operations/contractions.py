@@ -1,4 +1,4 @@
-"""Functions of torch that multiply besides those of the paper's models: addmm, einsum, bilinear, experts and more.
+"""Handlers of torch functions that multiply and are not in the paper's models: addmm, einsum, bilinear, experts.
 
 ``quantize_`` loads this module, see ``cpt_core.extensions``; it registers a handler for each of them.
 """
@@ -134,7 +134,7 @@ def bilinear(
 
 
 def _bilinear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:
-    """Return those of t = x A, and of y = t z."""
+    """Return the MACs of t = x A and of y = t z."""
     rows = input.numel() // input.shape[-1]
     features_of_second = weight.shape[1] // input.shape[-1]
     return rows * weight.numel() + rows * weight.shape[0] * features_of_second
@@ -175,7 +175,7 @@ def grouped_matmul(
 def _grouped_matmul_by_expert(
     a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **more: Any
 ) -> Tensor:
-    """Compute ``grouped_mm`` one expert after the other: on CUDA torch has it for bfloat16 alone."""
+    """Compute ``grouped_mm`` one expert at a time, since torch on CUDA supports it for bfloat16 only."""
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
     parts = a[: sum(sizes)].split(sizes)
     y = torch.cat([rows @ weight for rows, weight in zip(parts, b, strict=True)])
@@ -187,11 +187,13 @@ def _grouped_matmul_by_expert(
 
 
 def chained_matmul(mode: QuantizedOpsMode, function: Any, *matrices: Any) -> Tensor:
-    """Quantise a chain of matmuls, from the left to the right."""
-    first, *others = matrices[0] if isinstance(matrices[0], (list, tuple)) else matrices
-    for other in others:
-        first = matmul(mode, torch.matmul, first, other)
-    return first
+    """Quantise a chain of matmuls, computed from left to right."""
+    if isinstance(matrices[0], (list, tuple)):
+        matrices = tuple(matrices[0])
+    product = matrices[0]
+    for matrix in matrices[1:]:
+        product = matmul(mode, torch.matmul, product, matrix)
+    return product
 
 
 def right_matmul(
@@ -207,34 +209,33 @@ def right_matmul(
 def einsum(
     mode: QuantizedOpsMode, function: Any, equation: Any, *operands: Any
 ) -> Tensor:
-    """Quantise ``torch.einsum``; of several operands those on the left are multiplied first."""
+    """Quantise ``torch.einsum``; several operands are contracted from left to right."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) < 2:
         return function(equation, *operands)
-    left, arrow, result = equation.replace(" ", "").partition("->")
-    terms, tensors = left.split(","), list(operands)
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    terms, tensors = inputs.split(","), list(operands)
     if not arrow:
-        single = sorted(x for x in set(left) if x.isalpha() and left.count(x) == 1)
-        result = ("..." if "..." in left else "") + "".join(single)
-    if (
-        "..." in left and "..." not in result
-    ):  # summed over: dimensions with letters, as the others
-        free = "".join(x for x in ascii_letters if x not in left)
+        single = sorted(x for x in set(inputs) if x.isalpha() and inputs.count(x) == 1)
+        result = ("..." if "..." in inputs else "") + "".join(single)
+    # an ellipsis that is summed over gets letters, like other summed dimensions
+    if "..." in inputs and "..." not in result:
+        free = "".join(x for x in ascii_letters if x not in inputs)
         terms = [
             t.replace("...", free[: x.dim() + 3 - len(t)][::-1])
             for t, x in zip(terms, tensors, strict=True)
         ]
     while len(terms) > 1:
-        wanted = set("".join([*terms[2:], result]))
-        both = terms[0] + terms[1]
-        letters = dict.fromkeys(x for x in both if x.isalpha() and x in wanted)
-        inner = ("..." if "..." in both else "") + "".join(letters)
-        outcome = inner if terms[2:] else result
+        needed_later = set("".join([*terms[2:], result]))
+        pair = terms[0] + terms[1]
+        letters = dict.fromkeys(x for x in pair if x.isalpha() and x in needed_later)
+        intermediate = ("..." if "..." in pair else "") + "".join(letters)
+        pair_result = intermediate if terms[2:] else result
         contracted = _contract(
-            mode, function, (terms[0], terms[1]), outcome, tensors[0], tensors[1]
+            mode, function, (terms[0], terms[1]), pair_result, tensors[0], tensors[1]
         )
-        terms, tensors = [outcome, *terms[2:]], [contracted, *tensors[2:]]
+        terms, tensors = [pair_result, *terms[2:]], [contracted, *tensors[2:]]
     return tensors[0]
 
 
@@ -316,11 +317,11 @@ def _layer_of_contraction(
 
 
 class _Contraction(NamedTuple):
-    """How the operands of an einsum are rounded.
+    """Roles and ranges of the operands of an einsum.
 
     Attributes:
-        order: indices of the operands, the one whose gradient is the input gradient first.
-        ranged: letters of either operand over which it has a range.
+        order: indices of the operands; the first one gets the input gradient.
+        ranged: letters over which each operand shares a range.
         roles: of the operands, in their order.
         gradient: role of the output's gradient.
     """
@@ -340,7 +341,17 @@ def _plan_contraction(
     weights: tuple[bool, bool],
     features: tuple[str, str],
 ) -> _Contraction:
-    """Return the roles of both operands and their ranges, see ``run_matmul``; ``features``: the letter of those."""
+    """Return the roles of both operands and their ranges, see ``run_matmul``.
+
+    Args:
+        mode: of the model.
+        layer: that computes the einsum.
+        terms: letters of both operands.
+        summed: letters that are summed over.
+        sizes: size of every letter.
+        weights: whether each operand is a weight.
+        features: letter of the features of each operand, or "".
+    """
     if any(weights):
         order = (1, 0) if weights == (True, False) else (0, 1)
         roles = (
@@ -396,7 +407,7 @@ def _free_letters(terms: tuple[str, str], summed: list[str], index: int) -> list
 
 
 def _feature_letter(term: str, dim: int) -> str:
-    """Return the letter of the features of an operand, whose dimension is given; "" where an ellipsis has them."""
+    """Return the letter of the feature dimension ``dim`` of an operand; "" if it is in an ellipsis."""
     letters = term.rpartition(".")[2]
     return letters[dim] if -dim <= len(letters) else ""
 
@@ -407,16 +418,16 @@ def _size_product(sizes: dict[Any, int], letters: list[str]) -> int:
 
 
 class _ArrangedOperand:
-    """An operand of an einsum, arranged as it is rounded: with what a range spans as its last dimension."""
+    """An operand of an einsum, permuted so that its last dimension holds the elements that share a range."""
 
     def __init__(self, x: Tensor, dims: list[int]) -> None:
-        others = [i for i in range(x.dim()) if i not in dims]
-        self.order = others + dims
-        self.others = len(others)
-        self.shape = x.permute(self.order).shape
+        outer_dims = [i for i in range(x.dim()) if i not in dims]
+        self.order = outer_dims + dims
+        self.num_outer = len(outer_dims)
         self.tensor = x.permute(self.order)
+        self.shape = self.tensor.shape
         if dims:
-            self.tensor = self.tensor.flatten(self.others)
+            self.tensor = self.tensor.flatten(self.num_outer)
         else:
             self.tensor = self.tensor.unsqueeze(-1)
 
@@ -426,9 +437,9 @@ class _ArrangedOperand:
         return x.reshape(self.shape).permute(inverse)
 
     def position(self, dims: list[int]) -> int:
-        """Return where the dimensions of the sum are, counted from the end of the arranged operand."""
+        """Return the position of the summed dimensions in the permuted operand, counted from its end."""
         places = [self.order.index(dim) for dim in dims]
-        return min(places[-1], self.others) - self.tensor.dim() if places else -1
+        return min(places[-1], self.num_outer) - self.tensor.dim() if places else -1
 
 
 def _letter_dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
@@ -442,13 +453,15 @@ def _letter_dims(term: str, x: Tensor, letters: list[str]) -> list[int]:
 
 
 def _letter_sizes(term: str, x: Tensor) -> dict[Any, int]:
-    """Return the size of every letter of an operand, and of the dimensions behind an ellipsis, counted from the end."""
+    """Return the size of every letter of an operand; dimensions in an ellipsis have negative numbers as letters."""
     before, dots, after = term.partition("...")
     sizes: dict[Any, int] = dict(zip(before, x.shape, strict=False))
-    rest = x.shape[len(before) :] if dots else ()
-    sizes |= dict(zip(after, rest[len(rest) - len(after) :], strict=True))
-    inner = rest[: len(rest) - len(after)]
-    return sizes | {i - len(inner): n for i, n in enumerate(inner)}
+    behind = x.shape[len(before) :] if dots else ()
+    num_hidden = len(behind) - len(after)
+    sizes |= dict(zip(after, behind[num_hidden:], strict=True))
+    for i, size in enumerate(behind[:num_hidden]):
+        sizes[i - num_hidden] = size
+    return sizes
 
 
 def tensordot(
@@ -459,27 +472,28 @@ def tensordot(
     dims: Any = 2,
     **more: Any,
 ) -> Tensor:
-    """Quantise ``torch.tensordot`` as the einsum that it is."""
+    """Quantise ``torch.tensordot``, rewritten as an einsum."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
-    dims_a, dims_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
-    dims_a, dims_b = [i % a.dim() for i in dims_a], [i % b.dim() for i in dims_b]
-    left, right = (
-        list(ascii_letters[: a.dim()]),
-        list(ascii_letters[a.dim() : a.dim() + b.dim()]),
-    )
-    for i, j in zip(dims_a, dims_b, strict=True):
-        right[j] = left[i]
-    result = [x for i, x in enumerate(left) if i not in dims_a] + [
-        x for j, x in enumerate(right) if j not in dims_b
-    ]
-    return einsum(
-        mode, torch.einsum, f"{''.join(left)},{''.join(right)}->{''.join(result)}", a, b
-    )
+    if isinstance(dims, int):
+        dims = range(-dims, 0), range(dims)
+    summed_a = [i % a.dim() for i in dims[0]]
+    summed_b = [j % b.dim() for j in dims[1]]
+
+    # a letter for every dimension; summed dimensions share theirs
+    letters_a = list(ascii_letters[: a.dim()])
+    letters_b = list(ascii_letters[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(summed_a, summed_b, strict=True):
+        letters_b[j] = letters_a[i]
+
+    result = [x for i, x in enumerate(letters_a) if i not in summed_a]
+    result += [x for j, x in enumerate(letters_b) if j not in summed_b]
+    equation = f"{''.join(letters_a)},{''.join(letters_b)}->{''.join(result)}"
+    return einsum(mode, torch.einsum, equation, a, b)
 
 
 def inner(mode: QuantizedOpsMode, function: Any, a: Tensor, b: Tensor) -> Tensor | None:
-    """Quantise ``torch.inner``: sums over the last dimension of both; a number scales the other operand."""
+    """Quantise ``torch.inner``; None for a product with a number, which is not a matmul."""
     if a.dim() == 0 or b.dim() == 0:
         return None
     return tensordot(mode, torch.tensordot, a, b, ([-1], [-1]))
@@ -525,7 +539,7 @@ def register_library_operators() -> None:
 
 
 def with_inner_functions_visible(function: Any) -> Callable[..., Any]:
-    """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
+    """Return a Python function of torch whose inner calls reach the mode, instead of the function as a whole."""
     questions = "has_torch_function", "has_torch_function_variadic"
     namespace = function.__globals__ | dict.fromkeys(questions, lambda *_: False)
     inner = FunctionType(

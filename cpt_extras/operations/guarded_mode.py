@@ -1,4 +1,4 @@
-"""Interception of models that run in unusual ways: a mode that takes the place of the core's, where it is installed.
+"""Interception of models that run inside wrappers, compilers or checkpoints: a mode that replaces the core's.
 
 - ``torch.func.functional_call`` puts plain tensors in the place of parameters: they are weights, too.
 - ``DataParallel`` makes replicas of a model, whose layers have ranges and noise of their own.
@@ -77,7 +77,7 @@ class GuardedModule(RunningModule):
 
 
 class GuardedMode(QuantizedOpsMode):
-    """The mode of a model that may run in unusual ways."""
+    """Interception mode that also handles replicas, interruptions, compiled code and checkpoints."""
 
     def enter(
         self, module: nn.Module, interception: Interception, frame: Any = None
@@ -161,7 +161,7 @@ class GuardedMode(QuantizedOpsMode):
             self._switch_off()
 
     def _drop_interrupted(self, frame: Any) -> None:
-        """Take modules off the stack whose forward was interrupted."""
+        """Remove modules whose forward was interrupted from the stack."""
         stack: list[Any] = self.running.stack
         while (
             stack
@@ -229,14 +229,14 @@ class GuardedMode(QuantizedOpsMode):
 
     def find_owner(self, weight: Tensor) -> Interception | None:
         """Return the layer that holds a weight, or what stands in for one."""
-        held = weight if weight._base is None else weight._base
-        if isinstance(held, nn.Parameter) or torch.compiler.is_compiling():
+        base = weight if weight._base is None else weight._base
+        if isinstance(base, nn.Parameter) or torch.compiler.is_compiling():
             return super().find_owner(weight)
         return next(
             (
                 layer
                 for tensor, layer in self._stand_ins()
-                if tensor is held or tensor is weight
+                if tensor is base or tensor is weight
             ),
             None,
         )
@@ -245,10 +245,10 @@ class GuardedMode(QuantizedOpsMode):
         """Return tensors in the place of parameters, as ``functional_call`` and replicas have them, of the module."""
         entry: Any = self.running.stack[-1]
         if entry.stand_ins is None:
-            held = parameters_with_layers(entry.module)
+            parameters = parameters_with_layers(entry.module)
             entry.stand_ins = [
                 (tensor, layer)
-                for tensor, layer in held
+                for tensor, layer in parameters
                 if not isinstance(tensor, nn.Parameter)
             ]
             entry.stand_ins += _replicated_tensors(entry.module)
@@ -267,7 +267,7 @@ class GuardedMode(QuantizedOpsMode):
 
 
 def _with_own_precision(replica: nn.Module, interception: Interception) -> Interception:
-    """Return the interception of a copy that ``DataParallel`` made, whose attributes are those of the original."""
+    """Return the interception of a ``DataParallel`` replica, with the replica's own precision."""
     precision: Any = replica._modules.get("precision", interception.precision)
     if precision is interception.precision is not None:
         precision = interception.precision._replicate_for_data_parallel()
@@ -276,14 +276,14 @@ def _with_own_precision(replica: nn.Module, interception: Interception) -> Inter
 
 def _replicated_tensors(root: nn.Module) -> list[tuple[Tensor, Interception]]:
     """Return the tensors that a replica of ``DataParallel`` has as parameters, each with its layer."""
-    found: list[tuple[Tensor, Interception]] = []
+    replicated: list[tuple[Tensor, Interception]] = []
     for module in root.modules():
         interception = getattr(module, HOOK, None)
         tensors = vars(module).get("_former_parameters")
         if interception is not None and tensors:
-            own = _with_own_precision(module, interception)
-            found += [(tensor, own) for tensor in tensors.values()]
-    return found
+            replica = _with_own_precision(module, interception)
+            replicated += [(tensor, replica) for tensor in tensors.values()]
+    return replicated
 
 
 def _autograd_state() -> tuple[Any, bool]:
@@ -324,7 +324,7 @@ def _runs_in(frame: Any, current: Any) -> bool:
 
 
 def _exclude_from_compilation(hook: Callable[..., Any]) -> None:
-    """Let compilers trace a hook where it runs inside other code, and leave it alone where they meet it by itself."""
+    """Exclude a hook from compilation as a function of its own; inside other code it is still traced."""
     evaluation = torch._C._dynamo.eval_frame
     if hasattr(evaluation, "skip_code"):  # of older torch
         evaluation.skip_code(hook.__code__)

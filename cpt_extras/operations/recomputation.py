@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is recomputed in the backward pass is quantised as it was in the forward pass.
+"""Activation checkpointing, whose recomputation is quantised at the bits of the forward pass.
 
 A checkpoint calls a function once more when ``backward()`` runs. Then the bits of layers, and their mode, may be
 others; and where the checkpoint is around a *function* of a module, the forward of that module has ended, and the mode
@@ -54,9 +54,9 @@ class CheckpointedFunction:
         self.states: dict[LayerPrecision, ForwardState] = {}
 
     def note(self, precision: LayerPrecision) -> None:
-        """Note the state of a layer that runs inside, the first time; of ``precision`` blocks inside, that around."""
-        known = self.states.get(precision)
-        if known is None or (known.is_fixed and not precision.is_fixed):
+        """Store the state of a layer when it first runs inside, outside of any inner ``precision`` block."""
+        state = self.states.get(precision)
+        if state is None or (state.is_fixed and not precision.is_fixed):
             self.states[precision] = ForwardState.capture(precision)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def active_checkpoints(
 def _wrap_function(
     holder: Any, name: str, mode: GuardedMode, running: RunningModule | None
 ) -> CheckpointedFunction:
-    """Return the function that an attribute of a checkpoint holds, and put it there."""
+    """Wrap the function in an attribute of a checkpoint, and return the wrapper."""
     function = getattr(holder, name)
     if not isinstance(function, CheckpointedFunction):
         function = CheckpointedFunction(function, mode, running)
@@ -102,7 +102,7 @@ def _wrap_function(
 
 
 def _checkpoint_frames() -> list[Any]:
-    """Return what torch's checkpoints keep of a call where they are not reentrant: they hook what autograd saves."""
+    """Return the call records of torch's non-reentrant checkpoints, found through their saved-tensor hooks."""
     autograd, hooks = torch._C._autograd, []
     while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
@@ -123,7 +123,10 @@ def _checkpoint_frames() -> list[Any]:
 
 
 def _reentrant_contexts(frame: Any, until: Any) -> list[tuple[Any, str]]:
-    """Return the contexts of Functions whose forward runs what they hold, and the names of the attributes."""
+    """Return autograd contexts that hold the function which they are running, with the attribute names.
+
+    These are reentrant checkpoints: they will run that function again in the backward pass.
+    """
     found = []
     running = set()  # what a checkpoint keeps and runs now it will run again
     for caller, _ in walk_stack(frame):

@@ -31,9 +31,8 @@ from cpt_core.quantization.precision import LayerPrecision
 
 State = tuple[Tensor, ...]  # h and c; of other recurrent layers h alone
 Linear = Callable[..., Tensor]  # x (N, K), weight (M, K), bias -> (N, M)
-Weights = Sequence[
-    Any
-]  # of input and hidden state, their biases, and the projection; None for what there is not
+# weights of input and hidden state, their biases, and the projection; None for a missing one
+Weights = Sequence[Any]
 Step = Callable[[Linear, Weights, Tensor, State], State]
 
 
@@ -50,15 +49,11 @@ def rnn_step(
 
 def gru_step(linear: Linear, w: Weights, x: Tensor, state: State) -> State:
     """Take a step of a GRU."""
-    x_gates, h_gates = (
-        linear(x, w[0], w[2]).chunk(3, -1),
-        linear(state[0], w[1], w[3]).chunk(3, -1),
-    )
-    reset, update = (
-        torch.sigmoid(x_gates[0] + h_gates[0]),
-        torch.sigmoid(x_gates[1] + h_gates[1]),
-    )
-    new = torch.tanh(x_gates[2] + reset * h_gates[2])
+    x_reset, x_update, x_new = linear(x, w[0], w[2]).chunk(3, -1)
+    h_reset, h_update, h_new = linear(state[0], w[1], w[3]).chunk(3, -1)
+    reset = torch.sigmoid(x_reset + h_reset)
+    update = torch.sigmoid(x_update + h_update)
+    new = torch.tanh(x_new + reset * h_new)
     return (new + update * (state[0] - new),)
 
 
@@ -87,7 +82,7 @@ def run_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Any:
-    """Compute what ``torch.gru_cell`` and its like do."""
+    """Compute ``torch.gru_cell`` or another cell function of torch, with its arguments."""
     state = tuple(hx) if kind == "lstm" else (hx,)
     after = CELL_STEPS[kind](linear, [w_ih, w_hh, b_ih, b_hh, None], input, state)
     return after if kind == "lstm" else after[0]
@@ -96,7 +91,7 @@ def run_cell(
 def run_recurrence(
     kind: str, linear: Linear, input: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    """Compute what ``torch.gru`` and its like do; arguments as there."""
+    """Compute ``torch.gru`` or another recurrent function of torch, with its arguments."""
     call = RecurrentCall.from_arguments(input, *args)
 
     def run_direction(index: int, x: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
@@ -174,7 +169,7 @@ def lstm_handler(run_direction: RunDirection) -> Callable[..., Any]:
 def run_by_steps(
     direction: LSTMDirection, x: Tensor, h: Tensor, c: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run one direction of one layer, one time step after the other."""
+    """Run one direction of one layer, time step by time step."""
     precision, name = direction.precision, direction.name
     input_weight = precision.quantize_operand("weight", direction.input_weight)
     hidden_weight = precision.quantize_operand("weight", direction.hidden_weight)

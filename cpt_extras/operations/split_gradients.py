@@ -50,13 +50,13 @@ class _SplitGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
+        needs_grad = ctx.needs_input_grad[2:]
         is_differentiated_again = torch.is_grad_enabled()  # create_graph=True
         operands: list[Any] = list(ctx.saved_tensors)
         if not is_differentiated_again:
             operands = [
                 x if x is None else x.detach().requires_grad_(need)
-                for x, need in zip(operands, needed, strict=True)
+                for x, need in zip(operands, needs_grad, strict=True)
             ]
         with torch.enable_grad():
             output = ctx.compute(*operands)
@@ -66,18 +66,18 @@ class _SplitGradient(torch.autograd.Function):
             (for_input, (0,)),
             (for_weight, range(1, len(operands))),
         ):
-            wanted = [i for i in places if needed[i]]
-            if not wanted:
+            indices = [i for i in places if needs_grad[i]]
+            if not indices:
                 continue
-            inputs = [operands[i] for i in wanted]
-            found = torch.autograd.grad(
+            inputs = [operands[i] for i in indices]
+            operand_gradients = torch.autograd.grad(
                 output,
                 inputs,
                 rounded,
                 retain_graph=True,
                 create_graph=is_differentiated_again,
             )
-            for i, operand_gradient in zip(wanted, found, strict=True):
+            for i, operand_gradient in zip(indices, operand_gradients, strict=True):
                 gradients[i] = operand_gradient
         return None, None, *gradients
 
@@ -88,7 +88,7 @@ def matmul_with_split_gradient(
     compute: Callable[..., Tensor],
     *operands: Tensor | None,
 ) -> Tensor:
-    """Return ``compute(*operands)``; its gradient is quantised for the first operand, and again for the others.
+    """Return ``compute(*operands)``, whose gradient is quantised separately for input and weight.
 
     Args:
         precision: of the layer.

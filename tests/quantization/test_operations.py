@@ -366,9 +366,12 @@ def test_experts_one_after_the_other():
         torch.tensor([4, 4, 9], dtype=torch.int32),
     )
     torch.testing.assert_close(
-        contractions._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs)
+        contractions._grouped_matmul_by_expert(a, b, offs=offs),
+        torch._grouped_mm(a, b, offs=offs),
     )
-    biased = contractions._by_expert(a, b, offs, bias := torch.randn(3, 8))
+    biased = contractions._grouped_matmul_by_expert(
+        a, b, offs, bias := torch.randn(3, 8)
+    )
     torch.testing.assert_close(
         biased - torch._grouped_mm(a, b, offs=offs), bias[[0] * 4 + [2] * 5]
     )

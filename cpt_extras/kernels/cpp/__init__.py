@@ -1,1 +1,1 @@
-"""The operators in C++, for tensors on a CPU: the numbers of the plain backend, faster.  ``backend.py`` opens it."""
+"""C++ kernels for tensors on a CPU, with the bits of the plain backend; ``kernels.backend`` builds and loads them."""

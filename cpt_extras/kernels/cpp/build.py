@@ -1,7 +1,7 @@
-"""Build ``operators.cpp`` once, into the user's cache, and load it.
+"""Build of the C++ kernels: ``operators.cpp`` is compiled once into the user's cache, verified and loaded.
 
-The library's name holds what it depends on: source, flags, torch, instructions of the processor. It is written beside
-its place and moved there, under a lock: processes that start at once build it once.
+The name of the library is a hash of what it depends on: source, flags, torch, processor instructions. It is written to
+a temporary file and moved, under a lock, so that processes that start together build it once.
 
 Loading a library runs it. So it is taken from a folder only where nobody else could have put it: it and the folders
 above belong to this user or to root, and others cannot write to them (above its own folder there may be one like
@@ -54,9 +54,9 @@ INSTRUCTION_FLAGS = {
 
 def kernels_dir() -> Path:
     """Return the folder of compiled kernels: ``CPT_KERNELS_DIR``, else in the user's cache."""
-    given = os.environ.get("CPT_KERNELS_DIR")
-    if given:
-        return Path(os.path.expanduser(given))  # without a home, ~ stays as it is
+    folder = os.environ.get("CPT_KERNELS_DIR")
+    if folder:
+        return Path(os.path.expanduser(folder))  # without a home, ~ stays as it is
     try:
         return user_cache_path("cpt_core", appauthor=False) / "kernels"
     except RuntimeError:  # no home
@@ -174,7 +174,7 @@ def capability() -> str:
 
 
 def exposure_reason(library: Path) -> str:
-    """Say why somebody else could have written a file, or could write it: a path without symbolic links; "" if not."""
+    """Return why another user could have written a file, or could write it, or ""; the path must have no links."""
     for path in (library, *library.parents[:-1]):
         try:
             found = path.lstat()
@@ -194,7 +194,7 @@ def exposure_reason(library: Path) -> str:
 
 
 def _is_private_group(number: int) -> bool:
-    """Whether a group is the user's alone, as most systems make one for everybody: of that name, with nobody else."""
+    """Return whether a group has the user's name and no other member, as most systems make one for every user."""
     import grp  # these two are not on Windows
     import pwd
 
@@ -212,10 +212,10 @@ def _is_private_group(number: int) -> bool:
 def _verify(library: Path) -> None:
     """Raise NoKernelsError for a library that is not, byte for byte, what was built."""
     try:
-        written = library.with_suffix(".sha256").read_text(encoding="ascii")
+        digest = library.with_suffix(".sha256").read_text(encoding="ascii")
     except OSError:
         raise NoKernelsError(f"{library} has no digest") from None
-    if written != hashlib.sha256(library.read_bytes()).hexdigest():
+    if digest != hashlib.sha256(library.read_bytes()).hexdigest():
         raise NoKernelsError(f"{library} is not what was built: its digest differs")
 
 

@@ -39,12 +39,12 @@ def compile_library(
             part,
         ]
         command += [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
             lines = [
-                line for line in done.stderr.splitlines() if "error" in line
-            ] or done.stderr.splitlines()
-            return f"{compiler} failed: {lines[0] if lines else f'exit code {done.returncode}'}"
+                line for line in process.stderr.splitlines() if "error" in line
+            ] or process.stderr.splitlines()
+            return f"{compiler} failed: {lines[0] if lines else f'exit code {process.returncode}'}"
         os.chmod(part, 0o644)
         write_text(
             library.with_suffix(".sha256"),

@@ -70,10 +70,10 @@ def _check_no_link(folder: Path) -> None:
 
 
 def _load_temporary(reason: str) -> str:
-    """Build and load a library that nobody else sees, and return what it is."""
+    """Build and load a library in a temporary folder, and describe it."""
     try:
-        with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
-            library = Path(own) / build.library_name()
+        with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as folder:
+            library = Path(folder) / build.library_name()
             build.build(library)
             build._load(library)
     except OSError as error:
@@ -84,10 +84,17 @@ def _load_temporary(reason: str) -> str:
 
 
 class KernelLocation(NamedTuple):
-    """Where compiled kernels are kept."""
+    """Folder of the compiled kernels.
 
-    folder: Path | None  # None where no folder can hold them
-    reason: str  # why it is not the first one of ``kernels_dirs()``
+    Attributes:
+        folder: None if no folder can hold them.
+        reason: why it is not the first one of ``kernels_dirs()``, or "".
+        built: whether the kernels have been built.
+        compiler: path of the C++ compiler, or None.
+    """
+
+    folder: Path | None
+    reason: str
     built: bool
     compiler: str | None
 

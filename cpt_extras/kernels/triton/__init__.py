@@ -1,1 +1,1 @@
-"""The operators in Triton, for tensors on a GPU: the numbers of the plain backend, faster.  ``backend.py`` opens it."""
+"""Triton kernels for tensors on a GPU, with the bits of the plain backend; ``kernels.backend`` loads them."""

@@ -1,4 +1,4 @@
-"""The quantised operator as Triton kernels, for CUDA tensors: bit for bit the numbers of the plain backend.
+"""Triton kernels of the rounding operators, for CUDA tensors, with the bits of the plain backend.
 
 A tensor of any layout is read as a matrix in tiles (``tiles.py``): a row holds the elements that share a range.
 
@@ -520,7 +520,7 @@ def affine(
     column_codes: Tensor,
     column_values: Tensor,
 ) -> None:
-    """Turn sums of products of codes into those of values, in place, as ``integer_reference.affine``."""
+    """Convert integer matmuls of codes to float32 matmuls of values, in place, as ``integer_reference.affine``."""
     rows, columns = product.shape
     C = min(next_power_of_2(columns), 256)
     R = max(1, 1024 // C)
@@ -541,7 +541,7 @@ def affine(
 
 
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
-    """Let a running range (3,) follow the range of one call, in place, as ``rounding.track``."""
+    """Update a running range (3,) with the range of one call, in place, as ``rounding.track``."""
     _launch(_track, 1, running, running, low, width)
 
 
