@@ -1,7 +1,8 @@
-"""Sentence pairs for natural language inference: XNLI, your own, and embedded ones from a small grammar.
+"""Sentence pairs for natural language inference: XNLI, the user's own, and embedded ones from a small grammar.
 
-The layouts and what labels may be called: ``data/cards/own-pairs.md``. XNLI is ``xnli/`` in the data folder, in any of
-these layouts. Errors name rows as a spreadsheet without its header does: the first is 1.
+``load_entailment`` reads and checks the pairs of a recipe; the layouts and the labels they may have are described in
+``data/cards/own-pairs.md``. XNLI is the folder ``xnli/`` in the data folder, in any of these layouts. Errors number
+rows from 1, without the header.
 """
 
 import csv
@@ -9,10 +10,11 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -44,23 +46,21 @@ from cpt_lab.paths import data_dir
 
 log = logging.getLogger(__name__)
 UNDECIDED_LABEL = -1
-# what a file may say -> label
+# Labels by the words and numbers that files have for them.
 LABEL_SPELLINGS = {
-    **{name: i for i, name in enumerate(PAIR_LABELS)},
-    **{str(i): i for i in range(len(PAIR_LABELS))},
-    **{
-        f"{i}.0": i for i in range(len(PAIR_LABELS))
-    },  # a column in which a label is missing has fractions
     "contradictory": PAIR_LABELS.index("contradiction"),
     "-": UNDECIDED_LABEL,
     "-1": UNDECIDED_LABEL,
     "-1.0": UNDECIDED_LABEL,
 }
+for _number, _name in enumerate(PAIR_LABELS):
+    # pandas reads numbers as floats where a label of the column is missing.
+    LABEL_SPELLINGS |= {_name: _number, str(_number): _number, f"{_number}.0": _number}
 TEMPLATE_PAIRS = {
     "train": 4998,
     "valid": 999,
     "test": 999,
-}  # pairs, a third of every label
+}  # numbers of pairs, a third of them of each label
 XNLI_REPOSITORY = "facebook/xnli"
 CHECKPOINTS = {
     "bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased"
@@ -90,21 +90,27 @@ UNREAD_REASON = "no file of the layout that is read"
 
 @dataclass(frozen=True)
 class EntailmentData:
-    """Tables of sentence pairs, with the columns premise, hypothesis and label, a position in ``LABELS``."""
+    """Tables of sentence pairs, with the columns premise, hypothesis and label, a position in ``PAIR_LABELS``.
 
-    # train, valid: in the recipe's language
+    Attributes:
+        train: training pairs in the recipe's language.
+        valid: validation pairs in the recipe's language.
+        test: test pairs by language, in the recipe's order.
+        title: name of the data in figures and rows.
+        checksum: checksum of all pairs.
+        report: what was read, left out and changed.
+    """
+
     train: pd.DataFrame
     valid: pd.DataFrame
-    test: dict[str, pd.DataFrame]  # by language, in the recipe's order
-    title: str  # what the numbers are measured on, as figures must call it
-    checksum: str  # of all of this
-    report: DataReport = field(
-        default_factory=empty_report
-    )  # what was read, left out and changed
+    test: dict[str, pd.DataFrame]
+    title: str
+    checksum: str
+    report: DataReport = field(default_factory=empty_report)
 
 
 def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
-    """Load and check the data of a recipe.
+    """Load and check the sentence pairs of a recipe.
 
     A limit such as ``train_pairs`` takes a fixed random choice, the same in every run, as rows may be sorted.
 
@@ -112,114 +118,116 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when they have none of the documented layouts, or wrong contents: names the file and the row.
     """
-    wanted = {
+    languages_by_split = {
         "train": (recipe.language,),
         "valid": (recipe.language,),
         "test": recipe.test_languages,
     }
     report = DataReport(recipe.dataset)
     if recipe.dataset == "templates":
-        found, title = _template_pairs(wanted), "synthetic sentence pairs"
+        splits, title = _template_pairs(languages_by_split), "synthetic sentence pairs"
         report.add(
             "read", f"{sum(TEMPLATE_PAIRS.values()):,} pairs of a grammar of 48 words"
         )
     else:
-        found, title = _read_files(recipe, wanted, report)
-    own = is_own(recipe.dataset)
-    report_labels(report, recipe.dataset, found, refuse=own)
-    check_overlap(report, recipe.dataset, found, refuse=own)
+        splits, title = _read_files(recipe, languages_by_split, report)
+    refuse = is_own(recipe.dataset)
+    report_labels(report, recipe.dataset, splits, refuse=refuse)
+    check_overlap(report, recipe.dataset, splits, refuse=refuse)
+
     limits = {
         "train": recipe.train_pairs,
         "valid": recipe.valid_pairs,
         "test": recipe.test_pairs,
     }
     digest = hashlib.sha256()
-    for split, parts in found.items():
+    for split, parts in splits.items():
         for language, pairs in parts.items():
-            parts[language] = _limit_pairs(
-                pairs, limits[split], split_label(split, language, parts), report
-            )
-            digest.update(
-                repr(
-                    (
-                        split,
-                        language,
-                        *(parts[language][name].tolist() for name in PAIR_COLUMNS),
-                    )
-                ).encode()
-            )
+            label = split_label(split, language, parts)
+            used = _limit_pairs(pairs, limits[split], label, report)
+            parts[language] = used
+            columns = [used[name].tolist() for name in PAIR_COLUMNS]
+            digest.update(repr((split, language, *columns)).encode())
     if not recipe.checkpoint:
         report.add(
             "changed",
             "letters become small and lose their accents before they are cut into word pieces",
         )
     report.log_notices(log)
-    train, valid = found["train"][recipe.language], found["valid"][recipe.language]
+    train, valid = splits["train"][recipe.language], splits["valid"][recipe.language]
     title += f", {len(train):,} training pairs"
     return EntailmentData(
-        train, valid, found["test"], title, digest.hexdigest()[:16], report
+        train, valid, splits["test"], title, digest.hexdigest()[:16], report
     )
 
 
 def _read_files(
-    recipe: EntailmentRecipe, wanted: dict[str, tuple[str, ...]], report: DataReport
+    recipe: EntailmentRecipe,
+    languages_by_split: dict[str, tuple[str, ...]],
+    report: DataReport,
 ) -> tuple[dict[str, dict[str, pd.DataFrame]], str]:
     """Return the pairs of files by split and language, and their title."""
     EXPERIMENT.check_dataset(recipe.dataset)
-    folder = (
-        data_dir() / "xnli" if recipe.dataset == "xnli" else own_path(recipe.dataset)
-    )
+    is_xnli = recipe.dataset == "xnli"
+    folder = data_dir() / "xnli" if is_xnli else own_path(recipe.dataset)
     if not folder.is_dir():
         raise (
             missing_data_error("xnli")
-            if recipe.dataset == "xnli"
+            if is_xnli
             else DataNotFoundError(f"there is no folder {folder}")
         )
+
     reader = _PairReader(folder, recipe.language, report)
-    found = {
-        split: reader.read(split, languages) for split, languages in wanted.items()
+    splits = {
+        split: reader.read(split, languages)
+        for split, languages in languages_by_split.items()
     }
-    reader.report_rest()
-    title = "XNLI" if recipe.dataset == "xnli" else f"own pairs ({folder.name})"
-    title += (
-        f", {recipe.language}" if reader.has_language else ""
-    )  # else the recipe's language is a mere name
-    return found, title
+    reader.report_other_files()
+    title = "XNLI" if is_xnli else f"own pairs ({folder.name})"
+    if reader.has_language:  # otherwise the recipe's language is only a name
+        title += f", {recipe.language}"
+    return splits, title
 
 
 def _limit_pairs(
-    pairs: pd.DataFrame, limit: int | None, where: str, report: DataReport
+    pairs: pd.DataFrame, limit: int | None, label: str, report: DataReport
 ) -> pd.DataFrame:
-    """Return as many pairs as a recipe wants, and report the rest."""
+    """Return at most ``limit`` pairs of a split; report its name, ``label``, and the numbers of pairs."""
     used = pairs.iloc[choose_samples(len(pairs), limit)]
     if len(used) < len(pairs):
         report.add(
             "left out",
-            f"all but {len(used):,} of {len(pairs):,} pairs of {where}, a fixed random choice",
+            f"all but {len(used):,} of {len(pairs):,} pairs of {label}, a fixed random choice",
         )
-    report.add("split", f"{where}: {pluralize(len(used), 'pair')}")
+    report.add("split", f"{label}: {pluralize(len(used), 'pair')}")
     return used
 
 
 def _template_pairs(
-    wanted: dict[str, tuple[str, ...]],
+    languages_by_split: dict[str, tuple[str, ...]],
 ) -> dict[str, dict[str, pd.DataFrame]]:
-    if others := {
-        language for languages in wanted.values() for language in languages
-    } - {"en"}:
+    """Return pairs from the grammar by split and language; ValueError for another language than "en"."""
+    unknown = set().union(*languages_by_split.values()) - {"en"}
+    if unknown:
         raise ValueError(
-            f"templates: no language {', '.join(sorted(others))}; there is en"
+            f"templates: no language {', '.join(sorted(unknown))}; there is en"
         )
-    made, out = sentence_pairs(sum(TEMPLATE_PAIRS.values())), {}
+    pairs, splits = sentence_pairs(sum(TEMPLATE_PAIRS.values())), {}
     for split, count in TEMPLATE_PAIRS.items():
-        out[split] = {"en": pd.DataFrame(made[:count], columns=list(PAIR_COLUMNS))}
-        made = made[count:]
-    return out
+        splits[split] = {"en": pd.DataFrame(pairs[:count], columns=list(PAIR_COLUMNS))}
+        pairs = pairs[count:]
+    return splits
 
 
 @dataclass(frozen=True)
 class _PairFile:
-    """A file of a split: what its columns are called (ours -> its), and its language where all of it has one."""
+    """A file of a split.
+
+    Attributes:
+        path: path of the file.
+        columns: name in the file of each column of ``PAIR_COLUMNS``.
+        language: language of all pairs in the file; None if it has a column of languages, or does not say.
+    """
 
     path: Path
     columns: dict[str, str]
@@ -248,32 +256,35 @@ def _find_official_files(folder: Path, split: str) -> list[_PairFile]:
 
 
 def _find_hub_files(folder: Path, split: str) -> list[_PairFile]:
-    """Return the hub's files, in a folder for each language, in one for all, or in none."""
+    """Return the files of a split as the hub stores them: in a folder for each language, in one folder, or in none."""
     name = {"valid": "validation"}.get(split, split)
-    found = [
+    paths = [
         *sorted(folder.glob(f"*/{name}-*.parquet")),
         *sorted(folder.glob(f"{name}-*.parquet")),
     ]
-    files = [path for path in found if not is_below_hidden(path.relative_to(folder))]
-    by_language = [
+    paths = [path for path in paths if not is_below_hidden(path.relative_to(folder))]
+    in_language_folders = [
         path
-        for path in files
+        for path in paths
         if path.parent != folder and is_language(path.parent.name)
     ]
-    if by_language:
-        return [_PairFile(path, PAIR_COLUMNS, path.parent.name) for path in by_language]
-    if len(parents := {path.parent for path in files}) > 1:
-        names = ", ".join(
-            sorted(f"{path.relative_to(folder).as_posix()}/" for path in parents)
-        )
+    if in_language_folders:
+        return [
+            _PairFile(path, PAIR_COLUMNS, path.parent.name)
+            for path in in_language_folders
+        ]
+
+    parents = {path.parent for path in paths}
+    if len(parents) > 1:
+        names = sorted(f"{path.relative_to(folder).as_posix()}/" for path in parents)
         raise ValueError(
-            f"{folder} has pairs for {split} in several folders: {names}; keep one"
+            f"{folder} has pairs for {split} in several folders: {', '.join(names)}; keep one"
         )
-    return [_PairFile(path, PAIR_COLUMNS) for path in files]
+    return [_PairFile(path, PAIR_COLUMNS) for path in paths]
 
 
 def is_language(name: str) -> bool:
-    """Return whether a folder is called as a language is.
+    """Return whether a folder has a name that stands for a language.
 
     >>> is_language("de"), is_language("zh-Hans"), is_language("data"), is_language("plain_text")
     (True, True, False, False)
@@ -288,18 +299,17 @@ PAIR_FILE_ENDINGS = ("parquet", "jsonl", "json", "csv", "tsv")
 
 
 def _find_flat_files(folder: Path, split: str) -> list[_PairFile]:
+    """Return the file of a split that lies directly in a folder; ValueError for several."""
     names = {"valid": ("validation", "valid", "dev")}.get(split, (split,))
-    found = [
-        path
-        for name in names
-        for ending in PAIR_FILE_ENDINGS
-        if (path := folder / f"{name}.{ending}").exists()
+    candidates = [
+        folder / f"{name}.{ending}" for name in names for ending in PAIR_FILE_ENDINGS
     ]
-    if len(found) > 1:
+    paths = [path for path in candidates if path.exists()]
+    if len(paths) > 1:
         raise ValueError(
-            f"{folder} needs one file for {split}, it has {', '.join(path.name for path in found)}"
+            f"{folder} needs one file for {split}, it has {', '.join(path.name for path in paths)}"
         )
-    return [_PairFile(path, PAIR_COLUMNS) for path in found]
+    return [_PairFile(path, PAIR_COLUMNS) for path in paths]
 
 
 LAYOUTS: dict[str, Callable[[Path, str], list[_PairFile]]] = {
@@ -313,134 +323,161 @@ class _PairReader:
     """Reads the splits of a folder, and reports what of it is not read.
 
     Args:
-        folder: with files in one of ``LAYOUTS``; the first that fits is read.
+        folder: folder with files in one of ``LAYOUTS``; the first that fits is read.
         default: language of files that do not say theirs.
         report: gets the facts.
 
     Attributes:
         has_language: whether the training files say what language they are in.
+        used_files: files that were read, or that a fact names.
     """
 
     def __init__(self, folder: Path, default: str, report: DataReport) -> None:
-        layouts = {
-            form: find
-            for form, find in LAYOUTS.items()
-            if any(find(folder, s) for s in SPLITS)
-        }
-        if not layouts:
-            raise ValueError(
-                f"{folder} holds no sentence pairs; it needs one of: {'; '.join(LAYOUTS)}"
-            )
-        self.form, self.find = next(iter(layouts.items()))
         self.folder, self.default, self.report = folder, default, report
+        self.layout, self.find = self._choose_layout()
         self.has_language = False
-        self.named: set[Path] = set()  # files that were read, or that a fact names
+        self.used_files: set[Path] = set()
+
+    def _choose_layout(self) -> tuple[str, Callable[[Path, str], list[_PairFile]]]:
+        """Return the first layout in which the folder has files, and its function that finds them."""
+        for layout, find in LAYOUTS.items():
+            if any(find(self.folder, split) for split in SPLITS):
+                return layout, find
+        raise ValueError(
+            f"{self.folder} holds no sentence pairs; it needs one of: {'; '.join(LAYOUTS)}"
+        )
 
     def read(self, split: str, languages: tuple[str, ...]) -> dict[str, pd.DataFrame]:
         """Return the pairs of a split by language."""
-        files = self.find(self.folder, split)
-        if not files:
-            places = {
-                file.path.parent
-                for other in SPLITS
-                for file in self.find(self.folder, other)
-            }
-            found = list_first(
-                sorted(path.name for place in places for path in place.iterdir()), 6
-            )
-            raise ValueError(
-                f"{self.folder} has no {split} split; its layout is {self.form}; it has {found}"
-            )
+        files = self._find_split(split)
         _check_shards(self.folder, split, files)
-        self.named |= {file.path for file in files}
-        there = {file.language for file in files if file.language}
-        checked, unused_columns, said = [], set[str](), False
+        self.used_files |= {file.path for file in files}
+        available = {file.language for file in files if file.language}
+        tables, unused_columns, says_language = [], set[str](), False
         for file in files:
             if file.language not in (None, *languages):
                 continue
-            rows, in_file, unused = _read_rows(file, self.default, languages)
-            said |= in_file
-            there |= set(rows.attrs["languages"])
-            unused_columns |= unused
-            if without := int(rows.language.isna().sum()):
-                pairs = f"{pluralize(without, 'pair')} of {file.path.name}"
+            content = _read_rows(file, self.default, languages)
+            rows = content.rows
+            says_language |= content.says_language
+            available |= content.languages
+            unused_columns |= content.unused_columns
+            num_without = int(rows.language.isna().sum())
+            if num_without:
+                pairs = f"{pluralize(num_without, 'pair')} of {file.path.name}"
                 self.report.add("left out", f"{split}: {pairs} without a language")
-            wanted = rows[rows.language.isin(languages)]
-            if len(wanted):
-                checked.append(_check_rows(file, wanted, split, self.report))
-        if missing := [language for language in languages if language not in there]:
-            others = ", ".join(sorted(there))
+            selected = rows[rows.language.isin(languages)]
+            if len(selected):
+                tables.append(_check_rows(file, selected, split, self.report))
+        missing = [language for language in languages if language not in available]
+        if missing:
             raise ValueError(
-                f"{self.folder}: no {split} pairs in {', '.join(missing)}; there is {others}"
+                f"{self.folder}: no {split} pairs in {', '.join(missing)}; there is {', '.join(sorted(available))}"
             )
-        self._report_split(split, files, languages, there, unused_columns)
+        self._report_split(split, files, languages, available, unused_columns)
         if split == "train":
-            self.has_language = said
-        whole = pd.concat(checked)
-        out = {language: whole[whole.language == language] for language in languages}
-        for language, rows in out.items():
+            self.has_language = says_language
+
+        table = pd.concat(tables)
+        pairs_by_language = {
+            language: table[table.language == language] for language in languages
+        }
+        for language, rows in pairs_by_language.items():
             if rows.empty:
                 raise ValueError(
                     f"{self.folder}: no {split} pair in {language} has a label"
                 )
-        return out
+        return pairs_by_language
+
+    def _find_split(self, split: str) -> list[_PairFile]:
+        """Return the files of a split; ValueError without any."""
+        files = self.find(self.folder, split)
+        if files:
+            return files
+        folders = set()
+        for other_split in SPLITS:
+            folders |= {
+                file.path.parent for file in self.find(self.folder, other_split)
+            }
+        names = sorted(path.name for folder in folders for path in folder.iterdir())
+        raise ValueError(
+            f"{self.folder} has no {split} split; its layout is {self.layout}; it has {list_first(names, 6)}"
+        )
 
     def _report_split(
         self,
         split: str,
         files: list[_PairFile],
         languages: tuple[str, ...],
-        there: set[str],
-        unused: Collection[str],
+        available: set[str],
+        unused_columns: Collection[str],
     ) -> None:
         read = [file.path for file in files if file.language in (None, *languages)]
         names = [path.relative_to(self.folder).as_posix() for path in read]
         self.report.add("read", f"{split}: {list_first(names)}")
-        report_columns(self.report, split, unused)
-        if others := sorted(there - set(languages)):
+        report_columns(self.report, split, unused_columns)
+        unused_languages = sorted(available - set(languages))
+        if unused_languages:
             self.report.add(
                 "left out",
-                f"{split}: pairs in {list_first(others, 20)}; the recipe takes {', '.join(languages)}",
+                f"{split}: pairs in {list_first(unused_languages, 20)}; the recipe takes {', '.join(languages)}",
             )
 
-    def report_rest(self) -> None:
-        """Report the files of the folder that are of no split."""
-        report_unread(self.report, self.folder, self.named, UNREAD_REASON)
+    def report_other_files(self) -> None:
+        """Report the files of the folder that belong to no split."""
+        report_unread(self.report, self.folder, self.used_files, UNREAD_REASON)
 
 
 def _check_shards(folder: Path, split: str, files: list[_PairFile]) -> None:
-    """Refuse a download that lacks parts, and two files for one language of the official layout."""
-    by_folder: dict[Path, list[str]] = {}
+    """Refuse an incomplete download, and two files for one language of the official layout."""
+    names_by_folder: dict[Path, list[str]] = {}
     for file in files:
-        by_folder.setdefault(file.path.parent, []).append(file.path.name)
-    for place, names in by_folder.items():
-        numbers = [match for name in names if (match := SHARD_PATTERN.search(name))]
-        for count in {match[2] for match in numbers}:
-            there = {int(match[1]) for match in numbers if match[2] == count}
-            if lacking := sorted(set(range(int(count))) - there):
-                where = place.relative_to(folder).as_posix()
+        names_by_folder.setdefault(file.path.parent, []).append(file.path.name)
+    for parent, names in names_by_folder.items():
+        matches = [match for name in names if (match := SHARD_PATTERN.search(name))]
+        for count in {match[2] for match in matches}:
+            present = {int(match[1]) for match in matches if match[2] == count}
+            missing = sorted(set(range(int(count))) - present)
+            if missing:
                 raise ValueError(
-                    f"{folder}: {where}/ lacks part {lacking[0]} of {int(count)} of the {split} split"
+                    f"{folder}: {parent.relative_to(folder).as_posix()}/ lacks part {missing[0]} of {int(count)} of "
+                    f"the {split} split"
                 )
-    official = [
-        file.path for file in files if file.path.suffix == ".tsv" and file.language
-    ]
-    languages = [file.language for file in files if file.path in official]
-    if twice := sorted(
-        {str(language) for language in languages if languages.count(language) > 1}
-    ):
+
+    official = [file for file in files if file.path.suffix == ".tsv" and file.language]
+    counts = Counter(str(file.language) for file in official)
+    repeated = sorted(language for language, count in counts.items() if count > 1)
+    if repeated:
         raise ValueError(
-            f"{folder} has several files for {split} in {', '.join(twice)}; keep one folder XNLI-MT-1.0*"
+            f"{folder} has several files for {split} in {', '.join(repeated)}; keep one folder XNLI-MT-1.0*"
         )
+
+
+class _FileContent(NamedTuple):
+    """Content of a file of sentence pairs.
+
+    Attributes:
+        rows: pairs with the columns language, premise, hypothesis and label, numbered from 1.
+        languages: languages of the pairs in the file.
+        says_language: whether the file says the language of its pairs.
+        unused_columns: columns that are not read.
+    """
+
+    rows: pd.DataFrame
+    languages: set[str]
+    says_language: bool
+    unused_columns: set[str]
 
 
 def _read_rows(
     file: _PairFile, default: str, languages: Collection[str]
-) -> tuple[pd.DataFrame, bool, set[str]]:
-    """Return a file's rows, whether it says their language, and its columns that are not read.
+) -> _FileContent:
+    """Return the pairs of a file.
 
-    Rows have the columns language, premise, hypothesis and label, are numbered from 1, and have the languages that are
-    there in ``attrs``.
+    Args:
+        file: the file.
+        default: language of pairs if the file does not say it.
+        languages: languages to select if the rows hold sentences of many languages.
     """
     with explain_read_errors(file.path):
         table = _read_table(file.path)
@@ -448,58 +485,59 @@ def _read_rows(
     if table.empty:
         raise ValueError(f"{file.path} has no rows")
     rows = pd.DataFrame(
-        {ours: table[theirs] for ours, theirs in columns.items()}
+        {name: table[column] for name, column in columns.items()}
     ).astype(object)
     rows.index = pd.RangeIndex(1, len(rows) + 1)
-    if names := _label_names(file.path, columns["label"]):
+    label_names = _label_names(file.path, columns["label"])
+    if label_names:
+        numbers = range(len(label_names))
         rows["label"] = [
-            names[int(value)] if value in range(len(names)) else value
+            label_names[int(value)] if value in numbers else value
             for value in rows["label"]
         ]
-    said = file.language is None and "language" in table
-    unused = (
-        set(map(str, table.columns))
-        - set(columns.values())
-        - ({"language"} if said else set())
-    )
+
+    has_language_column = file.language is None and "language" in table
+    unused_columns = set(map(str, table.columns)) - set(columns.values())
+    if has_language_column:
+        unused_columns.discard("language")
     if has_language_tables(rows):
-        there, said = row_languages(rows), True
+        available = row_languages(rows)
+        says_language = True
         rows = select_languages(rows, languages)
     else:
-        rows["language"] = (
-            table["language"].to_numpy() if said else file.language or default
-        )
+        says_language = has_language_column or file.language is not None
+        if has_language_column:
+            rows["language"] = table["language"].to_numpy()
+        else:
+            rows["language"] = file.language or default
         rows["language"] = rows["language"].map(_language_name)
-        there = set(rows.language.dropna())
-    rows.attrs["languages"] = sorted(map(str, there))
-    return rows, said or file.language is not None, unused
+        available = set(rows.language.dropna())
+    return _FileContent(rows, set(map(str, available)), says_language, unused_columns)
 
 
 def _language_name(value: Any) -> str | None:
-    """Return the name of a language as a table has it, None where there is none."""
+    """Return the name of a language in a table, None for an empty one."""
     return value.strip() or None if isinstance(value, str) else None
 
 
 def _columns(file: _PairFile, table: pd.DataFrame) -> dict[str, str]:
-    """Return what the columns of a file are called, ours -> its; ValueError where one is missing."""
-    columns = file.columns
-    if columns is PAIR_COLUMNS:  # SNLI's names, where ours are not there
-        replaced = {
-            name: other
-            for name, other in SNLI_COLUMNS.items()
-            if name not in table and other in table
-        }
-        columns = {**PAIR_COLUMNS, **replaced}
-    if lacking := [name for name in columns.values() if name not in table]:
-        there = ", ".join(map(str, table.columns))[:200] or "none"
+    """Return the name in a table of each column of ``PAIR_COLUMNS``; ValueError if one is missing."""
+    columns = dict(file.columns)
+    if file.columns is PAIR_COLUMNS:
+        for name, snli_name in SNLI_COLUMNS.items():
+            if name not in table and snli_name in table:
+                columns[name] = snli_name
+    missing = [column for column in columns.values() if column not in table]
+    if missing:
+        present = ", ".join(map(str, table.columns))[:200] or "none"
         raise ValueError(
-            f"{file.path}: needs the columns {', '.join(lacking)}; it has {there}"
+            f"{file.path}: needs the columns {', '.join(missing)}; it has {present}"
         )
     return columns
 
 
 def _label_names(path: Path, column: str) -> list[str]:
-    """Return the names of a column's labels as Hugging Face's datasets store them in .parquet, else none."""
+    """Return the names of a column's labels that Hugging Face's datasets stores in .parquet, [] for other files."""
     if path.suffix != ".parquet":
         return []
     from pyarrow import parquet
@@ -511,23 +549,23 @@ def _label_names(path: Path, column: str) -> list[str]:
 
 
 def _read_table(path: Path) -> pd.DataFrame:
-    """Return all that a file holds. What .csv and .tsv hold is text: "007" stays what it is, and nothing is missing."""
+    """Return the table in a file. Values of .csv and .tsv stay text, such as "007", and none counts as missing."""
     if path.suffix == ".parquet":
         return pd.read_parquet(path)
     if path.suffix in (".jsonl", ".json"):
-        whole = path.read_text(encoding="utf-8").strip()
-        if whole.startswith("["):
-            return pd.DataFrame(json.loads(whole))
+        text = path.read_text(encoding="utf-8").strip()
+        if text.startswith("["):
+            return pd.DataFrame(json.loads(text))
         return pd.DataFrame(
-            [json.loads(line) for line in whole.split("\n") if line.strip()]
+            [json.loads(line) for line in text.split("\n") if line.strip()]
         )
-    form: dict[str, Any] = (
+
+    options: dict[str, Any] = (
         {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
     )
-    table = pd.read_csv(path, dtype=str, keep_default_na=False, **form)
-    if not isinstance(
-        table.index, pd.RangeIndex
-    ):  # pandas takes what is too much in the first row for its name
+    table = pd.read_csv(path, dtype=str, keep_default_na=False, **options)
+    # pandas takes surplus fields of the first row for an index.
+    if not isinstance(table.index, pd.RangeIndex):
         raise ValueError(
             "row 1 has more fields than the header has names; are quotes missing?"
         )
@@ -537,34 +575,43 @@ def _read_table(path: Path) -> pd.DataFrame:
 def _check_rows(
     file: _PairFile, rows: pd.DataFrame, split: str, report: DataReport
 ) -> pd.DataFrame:
-    """Return the rows that have a label, as a number; ValueError for a wrong label or what is no sentence."""
-    labels = rows.label.map(
-        lambda value: LABEL_SPELLINGS.get(str(value).strip().lower())
-    )
-    if (wrong := labels.isna()).any():
-        row = wrong.idxmax()
+    """Return the rows that have a label, with labels as numbers; ValueError for wrong labels and sentences."""
+
+    def normalize(value: Any) -> str:
+        return str(value).strip().lower()
+
+    def starts_with_digit(value: Any) -> bool:
+        return normalize(value)[:1].isdigit()
+
+    labels = rows.label.map(normalize).map(LABEL_SPELLINGS)
+    is_wrong = labels.isna()
+    if is_wrong.any():
+        row = is_wrong.idxmax()
         raise ValueError(
             f"{file.path}, row {row}: label {rows.label[row]!r}; allowed are {', '.join(PAIR_LABELS)}, or 0, 1, 2, "
             "and - for pairs to leave out"
         )
-    keep = labels != UNDECIDED_LABEL
-    if undecided := int((~keep).sum()):
-        log.info("%s: %d pairs without an agreed label left out", file.path, undecided)
+    is_decided = labels != UNDECIDED_LABEL
+    num_undecided = int((~is_decided).sum())
+    if num_undecided:
+        log.info(
+            "%s: %d pairs without an agreed label left out", file.path, num_undecided
+        )
         report.add(
             "left out",
-            f"{split}: {pluralize(undecided, 'pair')} of {file.path.name} without an agreed label",
+            f"{split}: {pluralize(num_undecided, 'pair')} of {file.path.name} without an agreed label",
         )
-    if rows.label.map(lambda value: str(value).strip()[:1].isdigit()).any():
+    if rows.label.map(starts_with_digit).any():
         report.add(
             "markers", f"{split}: labels 0, 1, 2 are read as {', '.join(PAIR_LABELS)}"
         )
-    rows = rows.assign(label=labels.astype("int64"))[keep]
+    rows = rows.assign(label=labels.astype("int64"))[is_decided]
     check_sentences(file.path, rows)
     return rows
 
 
 def download(name: str, language: str = "de") -> Path:
-    """Get one language of "xnli", or a pretrained model, through the Hugging Face hub's own client."""
+    """Download one language of "xnli", or a pretrained model, with the client of the Hugging Face hub."""
     if name == "xnli":
         repository, kind, files = XNLI_REPOSITORY, "dataset", [f"{language}/*"]
     else:

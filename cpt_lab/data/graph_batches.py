@@ -16,14 +16,14 @@ def sample_blocks(
 ) -> tuple[Tensor, list[Graph]]:
     """Sample the neighbourhood of ``seeds``: at most ``fanouts[i]`` in-neighbours of every node in layer i.
 
-    Without replacement; all neighbours where a node has no more than that, or for a fan-out of None. A pure function
-    of the arguments and the generator's state, on any device.
+    Neighbours are drawn without replacement; a node with fewer neighbours, or a fan-out of None, takes all of them. The
+    result is a pure function of the arguments and the generator's state, on any device.
 
     Args:
         graph: all edges.
         seeds: (B,) nodes whose outputs are wanted.
         fanouts: one entry per layer, the first layer first.
-        generator: on the graph's device.
+        generator: generator on the graph's device.
 
     Returns:
         The nodes whose input features are needed, and one block (``Graph``) per layer. The destinations of a block are
@@ -55,37 +55,40 @@ def sample_blocks(
 def _sample(
     graph: Graph, nodes: Tensor, fanout: int | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Choose in-edges of every node: offsets (len(nodes) + 1,) and positions in ``graph.indices``."""
+    """Draw in-edges of every node; return offsets (len(nodes) + 1,) and positions in ``graph.indices``."""
     start = graph.indptr[nodes].to(torch.int64)
     degree = graph.indptr[nodes + 1].to(torch.int64) - start
     count = degree if fanout is None else degree.clamp_max(fanout)
     indptr = torch.zeros(len(nodes) + 1, dtype=torch.int64, device=nodes.device)
     torch.cumsum(count, 0, out=indptr[1:])
+
+    # The first edges of every node, in order.
     row = torch.repeat_interleave(torch.arange(len(nodes), device=nodes.device), count)
-    edges = (
-        torch.arange(len(row), device=nodes.device) - indptr[row] + start[row]
-    )  # all edges, in order
-    if (
-        fanout is not None
-        and (large := torch.nonzero(degree > fanout).squeeze(1)).numel()
-    ):
-        chosen = _draw_distinct(degree[large], fanout, generator)
-        where = indptr[large].unsqueeze(1) + torch.arange(fanout, device=nodes.device)
-        edges[where] = start[large].unsqueeze(1) + chosen
+    position = torch.arange(len(row), device=nodes.device)
+    edges = position - indptr[row] + start[row]
+    if fanout is None:
+        return indptr, edges
+
+    # Nodes with more neighbours than the fan-out draw theirs.
+    large = torch.nonzero(degree > fanout).squeeze(1)
+    if large.numel():
+        sampled = _draw_distinct(degree[large], fanout, generator)
+        slots = indptr[large].unsqueeze(1) + torch.arange(fanout, device=nodes.device)
+        edges[slots] = start[large].unsqueeze(1) + sampled
     return indptr, edges
 
 
 def _draw_distinct(count: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """Draw k different numbers below count[i] for every row i, (rows, k): Floyd's algorithm, all rows at a time."""
+    """Draw k different numbers below count[i] for every row i, (rows, k), by Floyd's algorithm on all rows at once."""
     random = torch.rand(
         k, len(count), generator=generator, device=count.device, dtype=torch.float64
     )
-    chosen = torch.empty(k, len(count), dtype=torch.int32, device=count.device)
+    sampled = torch.empty(k, len(count), dtype=torch.int32, device=count.device)
     for i in range(k):
-        top = (count - k + i).to(
+        largest = (count - k + i).to(
             torch.int32
-        )  # the largest number that may be drawn now
-        drawn = (random[i] * (top + 1)).to(torch.int32)
-        taken = (chosen[:i] == drawn).any(0)
-        chosen[i] = torch.where(taken, top, drawn)
-    return chosen.T
+        )  # largest number that this round may draw
+        candidate = (random[i] * (largest + 1)).to(torch.int32)
+        is_repeated = (sampled[:i] == candidate).any(0)
+        sampled[i] = torch.where(is_repeated, largest, candidate)
+    return sampled.T

@@ -1,4 +1,4 @@
-"""Facts about a graph for its data report: edges, features, labels, splits, and arrays that play no part.
+"""Facts about a graph for its data report: edges, features, labels, splits, and arrays that are not used.
 
 Shapes: N nodes, E edges, F features.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from cpt_lab.data.report import DataReport, list_counts, list_first, pluralize
 from cpt_lab.data.splits import SPLITS
 
-# names of arrays that other tools write -> why they play no part
+# Patterns for names of arrays that other tools write -> why they are not used.
 UNUSED_ARRAYS = {
     "*edge_weight*|*weights|adj_data|edge_data": "edges have no weights here, every edge counts alike",
     "*edge_attr*|*edge_feat*|efeat*": "edges have no features here",
@@ -20,7 +20,7 @@ UNUSED_ARRAYS = {
     "*edge_index*|*edges*": "one array of edges is read; a graph of several types of nodes or edges is not",
     "pos|*coord*|*position*": "positions are no features here",
     "*name*": "names are for people",
-    "*year*|*time*": "times of nodes or edges play no part",
+    "*year*|*time*": "times of nodes or edges are not used",
 }
 MAX_NODES_COMPARED = 1_000_000  # above, features of the splits are not compared
 EXACT_INTEGER = 2**24  # float32 holds all whole numbers up to here
@@ -76,34 +76,40 @@ def report_edges(
     source: np.ndarray,
     destination: np.ndarray,
     *,
-    apart: int,
-    merged: int,
-    both: int,
+    num_without_loops: int,
+    num_different: int,
+    num_bidirected: int,
 ) -> None:
-    """Add what became of the edges of a file.
+    """Add facts about the edges of a file, and how they were changed.
 
     Args:
         report: gets the facts.
-        source: (E,) nodes, as the file has them; ``destination`` the other ends.
-        destination: see ``source``.
-        apart: edges that are no self-loops.
-        merged: different ones of those.
-        both: edges of the graph, in both directions, without self-loops.
+        source: (E,) source nodes as the file has them.
+        destination: (E,) destination nodes.
+        num_without_loops: edges that are no self-loops.
+        num_different: different edges among these.
+        num_bidirected: edges of the graph in both directions, without self-loops.
     """
-    edges = len(source)
-    report.add("read", f"{pluralize(edges, 'edge')}, taken in both directions")
-    if loops := edges - apart:
-        report.add("changed", f"{pluralize(loops, 'self-loop')} of the file dropped")
-    if doubled := apart - merged:
+    num_edges = len(source)
+    report.add("read", f"{pluralize(num_edges, 'edge')}, taken in both directions")
+    num_loops = num_edges - num_without_loops
+    if num_loops:
         report.add(
-            "changed", f"{pluralize(doubled, 'edge')} given more than once merged"
+            "changed", f"{pluralize(num_loops, 'self-loop')} of the file dropped"
         )
-    if one_way := both - merged:
+    num_repeated = num_without_loops - num_different
+    if num_repeated:
+        report.add(
+            "changed", f"{pluralize(num_repeated, 'edge')} given more than once merged"
+        )
+    num_one_way = num_bidirected - num_different
+    if num_one_way:
         report.add(
             "changed",
-            f"{one_way:,} of {pluralize(merged, 'edge')} taken in the other direction, too",
+            f"{num_one_way:,} of {pluralize(num_different, 'edge')} taken in the other direction, too",
         )
-    if apart and one_way == merged and not np.intersect1d(source, destination).size:
+    all_one_way = num_without_loops and num_one_way == num_different
+    if all_one_way and not np.intersect1d(source, destination).size:
         report.add(
             "changed",
             "every edge leads from one group of nodes to another (a bipartite graph): both are nodes of one type here",
@@ -111,47 +117,56 @@ def report_edges(
 
 
 def report_features(
-    report: DataReport, given: np.ndarray, features: np.ndarray
+    report: DataReport, raw_features: np.ndarray, features: np.ndarray
 ) -> None:
-    """Add types and range of features; ``given`` (N, F) as the file has them, ``features`` in float32."""
-    if given.dtype != features.dtype:
-        lossy = (
-            given.dtype.kind in "iu"
-            and given.size
-            and max(abs(int(given.min())), int(given.max())) > EXACT_INTEGER
-        )
-        note = f"; whole numbers above {EXACT_INTEGER:,} lose digits" if lossy else ""
-        report.add("changed", f"features converted from {given.dtype} to float32{note}")
+    """Add facts about types and range of features.
+
+    Args:
+        report: gets the facts.
+        raw_features: (N, F) as the file has them.
+        features: (N, F) in float32.
+    """
+    if raw_features.dtype != features.dtype:
+        text = f"features converted from {raw_features.dtype} to float32"
+        if raw_features.dtype.kind in "iu" and raw_features.size:
+            largest = max(abs(int(raw_features.min())), int(raw_features.max()))
+            if largest > EXACT_INTEGER:
+                text += f"; whole numbers above {EXACT_INTEGER:,} lose digits"
+        report.add("changed", text)
     if not features.size:
         report.add("values", "there are no features")
         return
+
     low, high = features.min(0), features.max(0)
     report.add(
         "values",
         f"{pluralize(len(low), 'feature')} from {low.min():.6g} to {high.max():.6g}",
     )
-    zero, constant = int(((low == 0) & (high == 0)).sum()), int((low == high).sum())
-    if constant:
+    num_constant = int((low == high).sum())
+    num_zero = int(((low == 0) & (high == 0)).sum())
+    if num_constant:
         report.add(
             "values",
-            f"{pluralize(constant, 'feature')} equal in all nodes, {zero:,} of them 0",
+            f"{pluralize(num_constant, 'feature')} equal in all nodes, {num_zero:,} of them 0",
         )
 
 
 def report_same_features(
     report: DataReport, features: np.ndarray, split: Mapping[str, np.ndarray]
 ) -> None:
-    """Add how many evaluated nodes have exactly the features of a training node; not for millions of nodes."""
+    """Add facts about evaluated nodes with the features of a training node, unless there are millions of nodes."""
     if len(features) > MAX_NODES_COMPARED or not features.shape[1]:
         return
-    trained = {row.tobytes() for row in features[split["train"]]}
+    training_rows = {row.tobytes() for row in features[split["train"]]}
     for part in SPLITS[1:]:
-        same = sum(row.tobytes() in trained for row in features[split[part]])
-        if same:
+        num_shared = sum(
+            row.tobytes() in training_rows for row in features[split[part]]
+        )
+        if num_shared:
             nodes = pluralize(len(split[part]), f"{part} node")
             report.add(
                 "overlap",
-                f"{same:,} of {nodes} have the same features as a training node",
+                f"{num_shared:,} of {nodes} have the same features as a training node",
             )
 
 
@@ -161,41 +176,49 @@ def report_labels(
     split: Mapping[str, np.ndarray],
     classes: int,
 ) -> None:
-    """Add nodes per class, classes that no node has, and nodes without a label; ``labels`` (N,) int64, -1 for none."""
+    """Add facts about nodes per class, classes without nodes, and nodes without a label.
+
+    Args:
+        report: gets the facts.
+        labels: (N,) int64, -1 for nodes without a label.
+        split: nodes of every split.
+        classes: number of classes.
+    """
     counts = np.bincount(labels[labels >= 0], minlength=classes)
     present = np.flatnonzero(counts)
-    report.add(
-        "classes",
-        list_counts({f"class {number}:": int(counts[number]) for number in present}),
-    )
-    if without := int((labels < 0).sum()):
-        report.add("classes", f"{pluralize(without, 'node')} without a label")
+    count_by_class = {f"class {number}:": int(counts[number]) for number in present}
+    report.add("classes", list_counts(count_by_class))
+    num_unlabelled = int((labels < 0).sum())
+    if num_unlabelled:
+        report.add("classes", f"{pluralize(num_unlabelled, 'node')} without a label")
+
     missing = np.flatnonzero(counts == 0)
     if len(missing):
-        named = f"{'class' if len(missing) == 1 else 'classes'} {list_first([str(n) for n in missing], 8)}"
+        noun = "class" if len(missing) == 1 else "classes"
         report.add(
             "classes",
-            f"no node has the {named}: the model has outputs for {classes:,} classes",
+            f"no node has the {noun} {list_first(list(map(str, missing)), 8)}: the model has outputs for "
+            f"{classes:,} classes",
         )
         last = int(present[-1])
         if len(present) > 1 and last > present[-2] + 1:
-            hint = f"if {last} stands for nodes without a label, write -1"
             report.add(
                 "markers",
-                f"{pluralize(int(counts[last]), 'node')} of class {last}, after a gap; {hint}",
+                f"{pluralize(int(counts[last]), 'node')} of class {last}, after a gap; if {last} stands for nodes "
+                "without a label, write -1",
             )
     untrained = np.setdiff1d(present, labels[split["train"]])
     if len(untrained):
         report.add(
             "classes",
-            f"no training node has the label {list_first([str(n) for n in untrained], 8)}",
+            f"no training node has the label {list_first(list(map(str, untrained)), 8)}",
         )
 
 
 def report_split(
     report: DataReport, labels: np.ndarray, split: Mapping[str, np.ndarray]
 ) -> None:
-    """Add the sizes of the splits, and labelled nodes that are in none."""
+    """Add facts about the sizes of the splits, and about labelled nodes in none of them."""
     sizes = ", ".join(f"{len(split[part]):,} {part}" for part in SPLITS)
     report.add("split", f"nodes: {sizes}")
     unused = int((labels >= 0).sum()) - sum(len(split[part]) for part in SPLITS)
@@ -207,12 +230,19 @@ def report_split(
 
 
 def report_repeated_entries(
-    report: DataReport, names: Iterable[str], repeated: int, summed: bool
+    report: DataReport, names: Iterable[str], count: int, is_summed: bool
 ) -> None:
-    """Add how many entries of a sparse matrix were given more than once."""
-    noun = "entry" if repeated == 1 else "entries"
-    what = "added up" if summed else "counted once"
+    """Add a fact about entries of a sparse matrix that are given more than once.
+
+    Args:
+        report: gets the fact.
+        names: names of the arrays that hold the entries.
+        count: number of repeated entries.
+        is_summed: whether their values are added up.
+    """
+    noun = "entry" if count == 1 else "entries"
+    treatment = "added up" if is_summed else "counted once"
     report.add(
         "changed",
-        f"{repeated:,} {noun} given more than once in {' and '.join(names)}, {what}",
+        f"{count:,} {noun} given more than once in {' and '.join(names)}, {treatment}",
     )

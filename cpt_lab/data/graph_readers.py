@@ -1,6 +1,7 @@
-"""Readers of graphs in files: archives, OGB's folders, Planetoid's files; and the graph over the embedded digits.
+"""Readers of graph files: archives, OGB's folders, Planetoid's files; and the graph over the embedded digits.
 
-OGB's own loader keeps a pickle in ``processed/``, which runs code when it is loaded; it is neither made nor read here.
+Each returns a ``RawGraph`` of arrays as the files hold them, which ``graphs`` checks. OGB's own loader writes a pickle
+to ``processed/``, which runs code when it is loaded; that folder is neither written nor read here.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,16 +33,36 @@ from cpt_lab.paths import command, data_dir
 
 log = logging.getLogger(__name__)
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
-# nodes, edges (each once), features and classes, as OGB states them
+
+
+class OgbCounts(NamedTuple):
+    """Numbers of nodes, edges (each counted once), features and classes of a data set, as OGB states them."""
+
+    nodes: int
+    edges: int
+    features: int
+    classes: int
+
+
 OFFICIAL_COUNTS = {
-    "ogbn-arxiv": (169_343, 1_166_243, 128, 40),
-    "ogbn-products": (2_449_029, 61_859_140, 100, 47),
+    "ogbn-arxiv": OgbCounts(169_343, 1_166_243, 128, 40),
+    "ogbn-products": OgbCounts(2_449_029, 61_859_140, 100, 47),
 }
 
 
 @dataclass
 class RawGraph:
-    """What a reader returns: arrays as the files hold them."""
+    """Arrays of a graph as the files hold them, not checked.
+
+    Attributes:
+        title: name of the data in figures and rows.
+        edges: source nodes and destination nodes.
+        features: features of every node.
+        labels: label of every node.
+        split: nodes of "train", "valid" and "test".
+        classes: number of classes; None takes it from the labels.
+        ogb: name for OGB's ``Evaluator``, or None.
+    """
 
     title: str
     edges: tuple[np.ndarray, np.ndarray]
@@ -95,66 +116,74 @@ MAX_MATRIX_VALUES = 2**32  # of a dense matrix: 17 GB as float32
 
 
 def read_archive(path: Path, report: DataReport | None = None) -> RawGraph:
-    """Read a graph from an ``.npz`` archive of the documented layout; what it does not use is in the report."""
+    """Read a graph from an ``.npz`` archive of the documented layout; report arrays that are not used."""
     report = empty_report() if report is None else report
     with (
         explain_read_errors(path),
         path.open("rb") as file,
-        np.load(file, allow_pickle=False) as z,
+        np.load(file, allow_pickle=False) as archive,
     ):
-        arrays = _arrays(path, z, report)
-        used: list[str] = []
-        instead: dict[str, str] = {}
-        found: dict[str, np.ndarray] = {}
-        for what, names in ARRAY_NAMES.items():
-            key = next((n for n in names if n in arrays), None)
-            if key is not None:
-                found[what] = arrays[key]
-                used.append(key)
-                instead |= dict.fromkeys((n for n in names if n != key), key)
-            elif what == "features" and set(CSR_NAMES) <= arrays.keys():
-                used += [name for name in (*CSR_NAMES, "feat_data") if name in arrays]
-                csr = [arrays[name] for name in CSR_NAMES]
-                found[what] = dense_matrix(
-                    path, CSR_NAMES, arrays.get("feat_data"), *csr, report=report
-                )
-            elif what not in SPLITS:
-                raise ValueError(
-                    f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}"
-                )
-        report_arrays(report, arrays, used, instead)
-        labels = _labels(f"{path}: labels", found["labels"], report)
-    source, destination = _edge_ends(
-        path, found["edges"], "edge_index" in arrays, report
-    )
-    title, there = (
-        f"own graph ({path.stem})",
-        [part for part in SPLITS if part in found],
-    )
-    if not there:
+        arrays = _arrays(path, archive, report)
+        parts = _select_arrays(path, arrays, report)
+        labels = _labels(f"{path}: labels", parts["labels"], report)
+    edges = _edge_ends(path, parts["edges"], "edge_index" in arrays, report)
+
+    title = f"own graph ({path.stem})"
+    splits = [part for part in SPLITS if part in parts]
+    if not splits:
         order = np.random.default_rng(0).permutation(np.flatnonzero(labels >= 0))
-        found |= zip(
-            SPLITS,
-            np.split(order, [len(order) * 6 // 10, len(order) * 8 // 10]),
-            strict=True,
-        )
+        ends = [len(order) * 6 // 10, len(order) * 8 // 10]
+        parts |= zip(SPLITS, np.split(order, ends), strict=True)
         title += ", nodes drawn 6 : 2 : 2"
         report.add(
             "split",
             "the file has no split: nodes with a label were drawn 6 : 2 : 2, with seed 0",
         )
-    elif len(there) < len(SPLITS):
+    elif len(splits) < len(SPLITS):
         raise ValueError(
-            f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them"
+            f"{path}: has nodes for {' and '.join(splits)}; it needs {', '.join(SPLITS)}, or none of them"
         )
     split = {
-        part: _indices(path, part, found[part], len(labels), report) for part in SPLITS
+        part: _indices(path, part, parts[part], len(labels), report) for part in SPLITS
     }
-    return RawGraph(title, (source, destination), found["features"], labels, split)
+    return RawGraph(title, edges, parts["features"], labels, split)
+
+
+def _select_arrays(
+    path: Path, arrays: dict[str, np.ndarray], report: DataReport
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a graph by the keys of ``ARRAY_NAMES``; report all others.
+
+    Raises:
+        ValueError: without edges, features or labels.
+    """
+    parts: dict[str, np.ndarray] = {}
+    used: list[str] = []
+    replacements: dict[str, str] = {}
+    for part, names in ARRAY_NAMES.items():
+        used_name = next((name for name in names if name in arrays), None)
+        if used_name is not None:
+            parts[part] = arrays[used_name]
+            used.append(used_name)
+            replacements |= dict.fromkeys(
+                (name for name in names if name != used_name), used_name
+            )
+        elif part == "features" and set(CSR_NAMES) <= arrays.keys():
+            used += [name for name in (*CSR_NAMES, "feat_data") if name in arrays]
+            csr = [arrays[name] for name in CSR_NAMES]
+            parts[part] = dense_matrix(
+                path, CSR_NAMES, arrays.get("feat_data"), *csr, report=report
+            )
+        elif part not in SPLITS:
+            raise ValueError(
+                f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}"
+            )
+    report_arrays(report, arrays, used, replacements)
+    return parts
 
 
 def _arrays(path: Path, archive: Any, report: DataReport) -> dict[str, np.ndarray]:
-    """Return the arrays of an archive by name, without those of Python objects, which only a pickle can hold."""
+    """Return the numeric arrays of an archive by name; report arrays of Python objects, which need a pickle."""
     arrays = {}
     for name in archive.files:
         try:
@@ -173,7 +202,7 @@ def _arrays(path: Path, archive: Any, report: DataReport) -> dict[str, np.ndarra
 def _edge_ends(
     path: Path, edges: np.ndarray, pyg: bool, report: DataReport
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sources and destinations of an array of edges in either shape."""
+    """Return the sources and destinations of edges given as (2, E) or (E, 2)."""
     if (
         edges.ndim != 2
         or 2 not in edges.shape
@@ -193,14 +222,14 @@ def _edge_ends(
     return source, destination
 
 
-def _labels(what: str, given: np.ndarray, report: DataReport) -> np.ndarray:
-    """Return labels as whole numbers; NaN, which is -1 then, is counted."""
-    missing = int(np.isnan(given).sum()) if given.dtype.kind == "f" else 0
-    if missing:
+def _labels(where: str, labels: np.ndarray, report: DataReport) -> np.ndarray:
+    """Return labels as whole numbers, -1 for NaN; report the number of NaN."""
+    num_missing = int(np.isnan(labels).sum()) if labels.dtype.kind == "f" else 0
+    if num_missing:
         report.add(
-            "changed", f"{pluralize(missing, 'label')} NaN: nodes without a label"
+            "changed", f"{pluralize(num_missing, 'label')} NaN: nodes without a label"
         )
-    return as_int64_vector(what, given, missing=-1)
+    return as_int64_vector(where, labels, missing=-1)
 
 
 def dense_matrix(
@@ -210,42 +239,45 @@ def dense_matrix(
     *csr: Any,
     report: DataReport,
 ) -> np.ndarray:
-    """Return a matrix that is given in CSR form, in float32.
+    """Return a CSR matrix as a dense one in float32.
 
     Args:
-        path: of the file, for errors.
-        names: of the row ends, the columns and the shape, for errors.
+        path: path of the file, for errors.
+        names: names of the row ends, the columns and the shape, for errors.
         data: the values; None for ones.
         *csr: row ends, columns and shape: checked here, as numpy and scipy trust them.
-        report: gets a fact where an entry is given more than once.
+        report: gets a fact if entries are given more than once.
     """
-    ends, places, size = (
-        as_int64_vector(f"{path}: {n}", part)
-        for n, part in zip(names, csr, strict=True)
+    row_ends, columns, shape = (
+        as_int64_vector(f"{path}: {name}", part)
+        for name, part in zip(names, csr, strict=True)
     )
-    fits = len(size) == 2 and (size >= 0).all() and len(ends) == size[0] + 1
     fits = (
-        fits
-        and ends[0] == 0
-        and ends[-1] == len(places)
-        and (data is None or data.shape == places.shape)
+        len(shape) == 2
+        and (shape >= 0).all()
+        and len(row_ends) == shape[0] + 1
+        and row_ends[0] == 0
+        and row_ends[-1] == len(columns)
+        and (data is None or data.shape == columns.shape)
+        and (np.diff(row_ends) >= 0).all()
+        and (columns >= 0).all()
+        and (columns < shape[1]).all()
     )
-    if (
-        not fits
-        or (np.diff(ends) < 0).any()
-        or ((places < 0) | (places >= size[1])).any()
-    ):
+    if not fits:
         raise ValueError(
-            f"{path}: {names[0]} and {names[1]} do not fit {names[2]} {tuple(size.tolist())}"
+            f"{path}: {names[0]} and {names[1]} do not fit {names[2]} {tuple(shape.tolist())}"
         )
     if data is not None and data.dtype.kind not in "iufb":
         raise ValueError(f"{path}: features must be real numbers, got {data.dtype}")
-    features = _zero_matrix(path, tuple(size.tolist()))
-    cells = np.repeat(np.arange(size[0]), np.diff(ends)) * size[1] + places
-    repeated = len(cells) - len(np.unique(cells))
-    if repeated:
-        report_repeated_entries(report, names[:2], repeated, summed=data is not None)
-    if repeated and data is not None:
+
+    features = _zero_matrix(path, tuple(shape.tolist()))
+    cells = np.repeat(np.arange(shape[0]), np.diff(row_ends)) * shape[1] + columns
+    num_repeated = len(cells) - len(np.unique(cells))
+    if num_repeated:
+        report_repeated_entries(
+            report, names[:2], num_repeated, is_summed=data is not None
+        )
+    if num_repeated and data is not None:
         np.add.at(features.reshape(-1), cells, data)  # as scipy adds them
     else:
         features.reshape(-1)[cells] = 1 if data is None else data
@@ -262,30 +294,32 @@ def _zero_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _indices(
-    path: Path, part: str, given: np.ndarray, nodes: int, report: DataReport
+    path: Path, part: str, nodes_or_mask: np.ndarray, nodes: int, report: DataReport
 ) -> np.ndarray:
-    """Return the node numbers of a split; of several masks, (splits, N) or PyG's (N, splits), the first is taken."""
-    if given.dtype != bool:
-        as_mask = (
-            given.shape == (nodes,) and nodes > 2 and np.isin(given, (0, 1)).all()
-        )  # else nodes are named twice
-        return np.flatnonzero(given) if as_mask else given
-    wanted = f"{path}: masks of the {part} split must be (N,), (splits, N) or (N, splits) with N = {nodes}"
-    if given.ndim not in (1, 2) or nodes not in given.shape:
-        raise ValueError(f"{wanted}, got {given.shape}")
-    if given.shape == (nodes, nodes):
-        raise ValueError(
-            f"{wanted}; {given.shape} could be either: keep one mask, (N,)"
-        )
-    if given.ndim == 1:
-        return np.flatnonzero(given)
-    by_row = given.shape[1] == nodes
-    if (count := given.shape[0 if by_row else 1]) > 1:
+    """Return the node numbers of a split, from numbers or from a mask.
+
+    Of several masks, (splits, N) or PyG's (N, splits), the first is used.
+    """
+    array = nodes_or_mask
+    if array.dtype != bool:
+        # An array of N zeros and ones is a mask: as numbers, it would name nodes twice.
+        is_mask = array.shape == (nodes,) and nodes > 2 and np.isin(array, (0, 1)).all()
+        return np.flatnonzero(array) if is_mask else array
+
+    rule = f"{path}: masks of the {part} split must be (N,), (splits, N) or (N, splits) with N = {nodes}"
+    if array.ndim not in (1, 2) or nodes not in array.shape:
+        raise ValueError(f"{rule}, got {array.shape}")
+    if array.shape == (nodes, nodes):
+        raise ValueError(f"{rule}; {array.shape} could be either: keep one mask, (N,)")
+    if array.ndim == 1:
+        return np.flatnonzero(array)
+    masks = array if array.shape[1] == nodes else array.T
+    if len(masks) > 1:
         report.add(
             "left out",
-            f"{pluralize(count - 1, 'mask')} of the {part} split: the first of {count} is used",
+            f"{pluralize(len(masks) - 1, 'mask')} of the {part} split: the first of {len(masks)} is used",
         )
-    return np.flatnonzero(given[0] if by_row else given[:, 0])
+    return np.flatnonzero(masks[0])
 
 
 OGB_UNREAD_REASONS = (
@@ -345,7 +379,13 @@ def read_ogb_folder(
 
 
 def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarray:
-    """Return a table of numbers without a header, (lines, columns), in one type or (None) as it is written."""
+    """Return a table of numbers without a header, (lines, columns).
+
+    Args:
+        path: a gzip-compressed file.
+        kind: type of the numbers; None takes it from the file.
+        columns: required number of columns; None allows any.
+    """
     import pandas as pd  # here, as it takes half a second
 
     with explain_read_errors(path):
@@ -363,29 +403,31 @@ def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarra
 
 
 def read_ogb(recipe: GraphRecipe, report: DataReport | None = None) -> RawGraph:
-    """Return a data set of OGB with its official split; ValueError where its counts are not the official ones."""
+    """Return a data set of OGB with its official split; ValueError if its counts are not the official ones."""
     report = empty_report() if report is None else report
     name = recipe.dataset
-    found = [folder for folder in data_paths(recipe) if (folder / "raw").is_dir()]
-    if not found:
+    folders = [folder for folder in data_paths(recipe) if (folder / "raw").is_dir()]
+    if not folders:
         raise missing_data_error(name)
+    *unused_folders, folder = folders
     try:
-        graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title, report)
+        graph = read_ogb_folder(folder, EXPERIMENT.named[name].title, report)
     except ValueError as error:
         raise ValueError(
             f"{error}; get it anew with: {command(f'download {name}')}"
         ) from error
-    for folder in found[:-1]:
-        report.add("left out", f"the folder {folder.name}/: {found[-1].name}/ is read")
+    for unused in unused_folders:
+        report.add("left out", f"the folder {unused.name}/: {folder.name}/ is read")
+
     *official, graph.classes = OFFICIAL_COUNTS[name]
     counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
     if counts != official:
         raise ValueError(
-            f"{found[-1]} is not the official {name}: nodes, edges, features {counts}, not {official}"
+            f"{folder} is not the official {name}: nodes, edges, features {counts}, not {official}"
         )
     ogb_evaluator(
         name
-    )  # without its library this ends here, not at the first evaluation
+    )  # raises now, not at the first evaluation, if its library is missing
     graph.ogb = name
     return graph
 
@@ -403,7 +445,7 @@ def download(name: str, language: str = "") -> Path:
     ogb_evaluator(name)  # without its library there would be no use for the data
     folder = data_dir() / EXPERIMENT.named[name].folders[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    kept = folder.with_name(f"{folder.name}.sha256")
+    checksum_file = folder.with_name(f"{folder.name}.sha256")
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f"{folder.name}-"
     ) as temporary:
@@ -413,20 +455,24 @@ def download(name: str, language: str = "") -> Path:
         )
         with archive.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if kept.exists() and kept.read_text(encoding="utf-8").strip() != digest:
+        if (
+            checksum_file.exists()
+            and checksum_file.read_text(encoding="utf-8").strip() != digest
+        ):
             raise ValueError(
-                f"the archive of {name} has the SHA-256 {digest}, not that of the first download, in {kept}; remove "
+                f"the archive of {name} has the SHA-256 {digest}, not that of the first download, in {checksum_file}; "
+                "remove "
                 "that file if OGB has made a new release"
             )
         unpacked = _unpack(archive, Path(temporary, "unpacked"))
-        kept.write_text(f"{digest}\n", encoding="utf-8")
+        checksum_file.write_text(f"{digest}\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         unpacked.rename(folder)
     return folder
 
 
 def _unpack(archive: Path, folder: Path) -> Path:
-    """Unpack the raw files and the split of an archive, nothing else, below a folder; return the one that has them."""
+    """Unpack only the raw files and the split of an archive; return the folder that has them."""
     with explain_read_errors(archive), zipfile.ZipFile(archive) as z:
         z.extractall(
             folder,
@@ -442,7 +488,7 @@ def _unpack(archive: Path, folder: Path) -> Path:
 
 
 def ogb_evaluator(name: str) -> Any:
-    """Return OGB's evaluator of a data set, without a question to the network; what OGB prints goes to the log."""
+    """Return OGB's evaluator of a data set without network access; output that OGB prints is logged."""
     sys.modules.setdefault("outdated", cast(Any, None))  # would ask for newer versions
     printed = io.StringIO()
     try:
@@ -457,7 +503,7 @@ PLANETOID_PARTS = ("y", "tx", "ty", "allx", "ally", "test.index")
 
 
 def read_planetoid(graph_file: Path, report: DataReport | None = None) -> RawGraph:
-    """Read Cora, CiteSeer or PubMed as Planetoid's files have them, with their standard split.
+    """Read Cora, CiteSeer or PubMed from Planetoid's files, with their standard split.
 
     The files are pickles: nothing that they name is run, and their arrays are checked; see ``inert_pickle``.
     """
@@ -504,31 +550,32 @@ def read_planetoid(graph_file: Path, report: DataReport | None = None) -> RawGra
 
 
 def _one_hot(path: Path) -> np.ndarray:
-    """Return labels (rows, classes) of zeros and at most a one in every row."""
+    """Return labels (rows, classes) of zeros with at most one 1 in every row."""
     with explain_read_errors(path):
-        found = to_array(load_inert(path.read_bytes()))
-        if (
-            found.ndim != 2
-            or not np.isin(found, (0, 1)).all()
-            or (found.sum(1) > 1).any()
-        ):
+        labels = to_array(load_inert(path.read_bytes()))
+        is_one_hot = (
+            labels.ndim == 2
+            and np.isin(labels, (0, 1)).all()
+            and (labels.sum(1) <= 1).all()
+        )
+        if not is_one_hot:
             raise ValueError(
-                f"labels must be rows of zeros with a one at most, got shape {found.shape}"
+                f"labels must be rows of zeros with a one at most, got shape {labels.shape}"
             )
-    return found
+    return labels
 
 
 def _sparse(path: Path, report: DataReport) -> np.ndarray:
     with explain_read_errors(path):
-        found = to_csr_parts(load_inert(path.read_bytes()))
+        csr = to_csr_parts(load_inert(path.read_bytes()))
         names = ("indptr", "indices", "shape")
         return dense_matrix(
             path,
             names,
-            found.data,
-            found.indptr,
-            found.indices,
-            np.array(found.shape),
+            csr.data,
+            csr.indptr,
+            csr.indices,
+            np.array(csr.shape),
             report=report,
         )
 
@@ -575,7 +622,7 @@ def _check_planetoid(
 
 
 def _neighbour_edges(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return sources and destinations of a table of lists of neighbours."""
+    """Return the sources and destinations of the edges in a table of lists of neighbours."""
     with explain_read_errors(path):
         content = path.read_bytes()
         table = load_inert(content)

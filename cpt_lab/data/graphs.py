@@ -1,6 +1,7 @@
-"""Graphs for node classification: OGB's, an embedded one over digits, and your own (``data/cards/own-graphs.md``).
+"""Graphs for node classification: OGB's, one over embedded digits, and the user's own (``data/cards/own-graphs.md``).
 
-Every edge is taken in both directions, whatever a file says, and counted once.
+``load_graph`` loads and checks the data of a recipe. Every edge is taken in both directions, even if a file has one
+direction alone, and counted once.
 
 Shapes: N nodes, E edges, F features.
 """
@@ -43,34 +44,43 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GraphData:
-    """A graph with features, labels and a split."""
+    """A graph with features, labels and a split.
 
-    title: str  # what the numbers are measured on, as figures must call it
-    graph: (
-        Graph  # the edges, in both directions, and self-loops if the recipe wants them
-    )
-    features: Tensor  # (N, F) float32
-    labels: Tensor  # (N,) int64; -1 where a node has none
+    Attributes:
+        title: name of the data in figures and rows.
+        graph: edges in both directions, with self-loops if the recipe asks for them.
+        features: (N, F) float32.
+        labels: (N,) int64; -1 for nodes without a label.
+        classes: number of classes.
+        train: nodes to train on, (n,) int64.
+        valid: nodes of the validation split, (n,) int64; may be empty.
+        test: nodes to test on, (n,) int64.
+        checksum: checksum of graph, features, labels and splits.
+        ogb: name for OGB's ``Evaluator``, or None.
+        report: what was read, left out and changed.
+    """
+
+    title: str
+    graph: Graph
+    features: Tensor
+    labels: Tensor
     classes: int
-    # train, valid, test: (n,) int64, numbers of the nodes; ``valid`` may be empty
     train: Tensor
     valid: Tensor
     test: Tensor
-    checksum: str  # of all of this
-    ogb: str | None = None  # name for OGB's ``Evaluator``, or None
-    report: DataReport = field(
-        default_factory=empty_report
-    )  # what was read, left out and changed
+    checksum: str
+    ogb: str | None = None
+    report: DataReport = field(default_factory=empty_report)
 
     @property
     def test_labels(self) -> Tensor:
-        """The labels of the test data."""
+        """Labels of the test data."""
         return self.labels[self.test]
 
 
 @one_thread()  # neighbours at equal distance, and the last bits of sums, depend on the number of threads
 def load_graph(recipe: GraphRecipe) -> GraphData:
-    """Load and check the data of a recipe.
+    """Load and check the graph of a recipe.
 
     Raises:
         DataNotFoundError: when the files are not there; nothing is downloaded.
@@ -127,7 +137,7 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
     )
 
 
-# what graphs of several types have, in OGB's layout
+# Files of OGB's layout that only graphs with several types of nodes or edges have.
 HETEROGENEOUS_FILES = (
     "raw/triplet-type-list.csv.gz",
     "raw/nodetype-has-label.csv.gz",
@@ -176,52 +186,45 @@ def to_bidirected(
     self_loops: bool,
     report: DataReport | None = None,
 ) -> Graph:
-    """Return the graph with every edge in both directions, each once; self-loops of the input are dropped.
+    """Return the graph with every edge in both directions, each once, and without self-loops of the input.
 
     Args:
-        source: (E,) numbers of N nodes, checked; ``destination`` the other ends.
-        destination: see ``source``.
-        nodes: N.
+        source: (E,) source nodes, checked.
+        destination: (E,) destination nodes.
+        nodes: number of nodes.
         self_loops: add an edge from every node to itself.
-        report: gets what was dropped, merged and added.
+        report: gets facts about edges that were dropped, merged and added.
     """
-    apart = source != destination
-    ends = destination[apart], source[apart]
-    directed = sparse.coo_matrix(
-        (np.ones(len(ends[0]), bool), ends), shape=(nodes, nodes)
-    ).tocsr()
-    both = directed + directed.T
+    is_edge = source != destination
+    ends = destination[is_edge], source[is_edge]
+    ones = np.ones(len(ends[0]), bool)
+    directed = sparse.coo_matrix((ones, ends), shape=(nodes, nodes)).tocsr()
+    bidirected = directed + directed.T
     if report is not None:
-        counts = {"apart": len(ends[0]), "merged": directed.nnz, "both": both.nnz}
-        report_edges(report, source, destination, **counts)
-        if alone := int((np.diff(both.indptr) == 0).sum()):
-            report.add("read", f"{pluralize(alone, 'node')} without an edge")
-    if self_loops and report is not None:
-        report.add("changed", "a self-loop added to every node")
+        report_edges(
+            report,
+            source,
+            destination,
+            num_without_loops=len(ends[0]),
+            num_different=directed.nnz,
+            num_bidirected=bidirected.nnz,
+        )
+        num_isolated = int((np.diff(bidirected.indptr) == 0).sum())
+        if num_isolated:
+            report.add("read", f"{pluralize(num_isolated, 'node')} without an edge")
     if self_loops:
-        both = both + sparse.identity(nodes, bool, "csr")
-    return Graph(torch.from_numpy(both.indptr), torch.from_numpy(both.indices))
+        if report is not None:
+            report.add("changed", "a self-loop added to every node")
+        bidirected = bidirected + sparse.identity(nodes, bool, "csr")
+    return Graph(
+        torch.from_numpy(bidirected.indptr), torch.from_numpy(bidirected.indices)
+    )
 
 
 def _check_graph(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
     """Check that arrays fit together; return features, labels and the number of classes."""
     labels = as_int64_vector(f"{name}: labels", raw.labels)
-    nodes = len(labels)
-    if nodes == 0 or raw.features.ndim != 2 or len(raw.features) != nodes:
-        raise ValueError(
-            f"{name}: {nodes} labels need features of shape ({nodes}, F), got {raw.features.shape}"
-        )
-    if raw.features.dtype.kind not in "iufb":
-        raise ValueError(
-            f"{name}: features must be real numbers, got {raw.features.dtype}"
-        )
-    with np.errstate(over="ignore"):  # what is infinite as float32 is found below
-        features = np.require(raw.features, dtype=np.float32, requirements=["C", "W"])
-    if not (finite := np.isfinite(features)).all():
-        first, count = int(np.argmin(finite.all(1))), int((~finite).sum())
-        raise ValueError(
-            f"{name}: {count} features are NaN or infinite, the first in node {first} (as float32)"
-        )
+    features = _check_features(name, raw.features, len(labels))
     if labels.min() < -1:
         raise ValueError(
             f"{name}: labels must be 0, 1, ... or -1 for none, got {labels.min()}"
@@ -235,44 +238,73 @@ def _check_graph(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
             raise ValueError(
                 f"{name}: every edge needs two whole numbers, got {ends.dtype} {ends.shape}"
             )
-        _check_nodes(f"{name}: edges", ends, nodes)
-    used = np.full(nodes, "", dtype=object)
-    for part in SPLITS:
-        raw.split[part] = np.asarray(raw.split[part]).reshape(-1)
-        index = as_int64_vector(f"{name}: the {part} split", raw.split[part])
-        _check_nodes(f"{name}: the {part} split", index, nodes)
-        if len(np.unique(index)) != len(index):
-            raise ValueError(f"{name}: the {part} split names a node more than once")
-        if (taken := used[index] != "").any():
-            node = int(index[taken][0])
-            raise ValueError(
-                f"{name}: node {node} is in the splits {used[node]} and {part}"
-            )
-        if (labels[index] < 0).any():
-            raise ValueError(
-                f"{name}: node {int(index[labels[index] < 0][0])} of the {part} split has no label"
-            )
-        used[index] = part
-    if not len(raw.split["train"]) or not len(raw.split["test"]):
-        raise ValueError(
-            f"{name}: the train and the test split need at least one node with a label each"
-        )
-    known = labels[labels >= 0]  # also those of nodes that are tested alone
-    classes = raw.classes or class_count(f"{name}: nodes", known)
+        _check_nodes(f"{name}: edges", ends, len(labels))
+    _check_split(name, raw, labels)
+
+    known_labels = labels[
+        labels >= 0
+    ]  # including labels of nodes that are only tested on
+    classes = raw.classes or class_count(f"{name}: nodes", known_labels)
     class_count(f"{name}: nodes to train on", labels[raw.split["train"]])
     return torch.from_numpy(features), torch.from_numpy(labels), classes
 
 
-def _check_nodes(what: str, numbers: np.ndarray, nodes: int) -> None:
+def _check_features(name: str, features: np.ndarray, nodes: int) -> np.ndarray:
+    """Return features as float32; ValueError for another shape or type, and for values that are not finite."""
+    if nodes == 0 or features.ndim != 2 or len(features) != nodes:
+        raise ValueError(
+            f"{name}: {nodes} labels need features of shape ({nodes}, F), got {features.shape}"
+        )
+    if features.dtype.kind not in "iufb":
+        raise ValueError(f"{name}: features must be real numbers, got {features.dtype}")
+    with np.errstate(over="ignore"):  # values that overflow float32 are refused below
+        features = np.require(features, dtype=np.float32, requirements=["C", "W"])
+    is_finite = np.isfinite(features)
+    if not is_finite.all():
+        first, count = int(np.argmin(is_finite.all(1))), int((~is_finite).sum())
+        raise ValueError(
+            f"{name}: {count} features are NaN or infinite, the first in node {first} (as float32)"
+        )
+    return features
+
+
+def _check_split(name: str, raw: RawGraph, labels: np.ndarray) -> None:
+    """Check that every split names different labelled nodes, and that training and test split are not empty."""
+    split_of_node = np.full(len(labels), "", dtype=object)
+    for part in SPLITS:
+        raw.split[part] = np.asarray(raw.split[part]).reshape(-1)
+        index = as_int64_vector(f"{name}: the {part} split", raw.split[part])
+        _check_nodes(f"{name}: the {part} split", index, len(labels))
+        if len(np.unique(index)) != len(index):
+            raise ValueError(f"{name}: the {part} split names a node more than once")
+        is_used = split_of_node[index] != ""
+        if is_used.any():
+            node = int(index[is_used][0])
+            raise ValueError(
+                f"{name}: node {node} is in the splits {split_of_node[node]} and {part}"
+            )
+        is_unlabelled = labels[index] < 0
+        if is_unlabelled.any():
+            raise ValueError(
+                f"{name}: node {int(index[is_unlabelled][0])} of the {part} split has no label"
+            )
+        split_of_node[index] = part
+    if not len(raw.split["train"]) or not len(raw.split["test"]):
+        raise ValueError(
+            f"{name}: the train and the test split need at least one node with a label each"
+        )
+
+
+def _check_nodes(where: str, numbers: np.ndarray, nodes: int) -> None:
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= nodes):
         bad = numbers.min() if numbers.min() < 0 else numbers.max()
-        raise ValueError(f"{what} must name nodes 0..{nodes - 1}, got {bad}")
+        raise ValueError(f"{where} must name nodes 0..{nodes - 1}, got {bad}")
 
 
 def random_graph(recipe: GraphRecipe) -> GraphData:
     """Return a random graph in the shapes of a data set, to measure times and count operations without the data.
 
-    A graph of one's own is loaded instead.
+    The user's own graph is loaded instead.
     """
     if recipe.dataset not in EXPERIMENT.named:
         return load_graph(recipe)

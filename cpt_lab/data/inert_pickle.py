@@ -1,11 +1,11 @@
-"""Pickles of arrays, matrices and tables of lists, read without running anything that they name.
+"""Safe reading of pickles of arrays, matrices and tables of lists: nothing that a pickle names is run.
 
 A pickle is a program: it names functions, and gives objects such as scipy's sparse matrices a content that they trust.
-Here every name stands for an inert object that keeps what it was given, a file may hold no other steps than plain data
-needs, and arrays are built from bytes whose number was compared with their shape.
+Here every name stands for an inert object that stores its arguments (``Inert``), a file may use only opcodes that plain
+data needs, and arrays are built only from bytes whose number fits their shape.
 
 >>> import pickle
->>> array_of(load_inert(pickle.dumps(np.eye(2, dtype=np.int8), 2))).tolist()
+>>> to_array(load_inert(pickle.dumps(np.eye(2, dtype=np.int8), 2))).tolist()
 [[1, 0], [0, 1]]
 """
 
@@ -35,51 +35,51 @@ NUMBER_TYPES = {name: name for name in "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split(
 
 
 class Inert:
-    """A stand-in for what a pickle names: it keeps its arguments and its state, and does nothing."""
+    """Stand-in for an object that a pickle names: stores its arguments and its state, and does nothing."""
 
     args: tuple
     state: Any = None
 
     def __new__(cls, *args: Any) -> "Inert":
-        """Keep the arguments."""
-        made = object.__new__(cls)
-        made.args = args
-        return made
+        """Store the arguments."""
+        inert = object.__new__(cls)
+        inert.args = args
+        return inert
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class _List(Inert):
-    """Stands for ``list``, which a table of lists names."""
+    """Stand-in for ``list``, which a table of lists names."""
 
 
 class _ArrayClass(Inert):
-    """Stands for ``numpy.ndarray``, which an array names."""
+    """Stand-in for ``numpy.ndarray``, which an array names."""
 
 
 class _Dtype(Inert):
-    """Stands for ``numpy.dtype``."""
+    """Stand-in for ``numpy.dtype``."""
 
 
 class _Array(Inert):
-    """Stands for an array: its state is (version, shape, type, order, bytes)."""
+    """Stand-in for an array: its state is (version, shape, type, order, bytes)."""
 
 
 class _Encoded(Inert):
-    """Stands for bytes that a newer Python wrote as text."""
+    """Stand-in for bytes that a newer Python wrote as text."""
 
 
 class _NoBytes(Inert):
-    """Stands for no bytes, which a newer Python writes as a call."""
+    """Stand-in for empty bytes, which a newer Python writes as a call."""
 
 
 class _Csr(Inert):
-    """Stands for a ``scipy.sparse.csr_matrix``: its state is a table of arrays."""
+    """Stand-in for a ``scipy.sparse.csr_matrix``: its state is a table of arrays."""
 
 
 def _table(*factory: Any) -> dict:
-    """Return the table that a ``defaultdict`` becomes."""
+    """Return an empty dict, which stands for a ``defaultdict``."""
     return {}
 
 
@@ -96,7 +96,7 @@ INERT_CLASSES = {
 
 
 class CsrParts(NamedTuple):
-    """The arrays of a sparse matrix, which nothing has checked against each other."""
+    """Arrays of a sparse matrix, not checked against each other."""
 
     data: np.ndarray
     indices: np.ndarray
@@ -120,10 +120,10 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def load_inert(content: bytes) -> Any:
-    """Return what a pickle holds, with stand-ins for arrays; see ``array_of`` and ``sparse_of``.
+    """Return the content of a pickle, with stand-ins for arrays, which ``to_array`` and ``to_csr_parts`` convert.
 
     Raises:
-        ValueError: for steps, names and numbers of steps that plain data does not need.
+        ValueError: for opcodes, names and numbers of opcodes that plain data does not need.
     """
     tuples = 0
     for step, argument, position in pickletools.genops(content):
@@ -144,7 +144,11 @@ def load_inert(content: bytes) -> Any:
 
 
 def to_array(value: Any) -> np.ndarray:
-    """Return an array of at most two dimensions; ValueError for anything else, and where its bytes do not fit."""
+    """Return an array of at most two dimensions from its stand-in.
+
+    Raises:
+        ValueError: for any other value, and for bytes that do not fit the shape.
+    """
     state = value.state if isinstance(value, _Array) else None
     if not isinstance(state, tuple) or len(state) != 5:
         raise ValueError(f"an array expected, got {_type_name(value)}")
@@ -166,7 +170,7 @@ def to_array(value: Any) -> np.ndarray:
 
 
 def to_csr_parts(value: Any) -> CsrParts:
-    """Return the arrays of a sparse matrix; ValueError where one is missing or no array."""
+    """Return the arrays of a sparse matrix from its stand-in; ValueError if one is missing or no array."""
     state = value.state if isinstance(value, _Csr) else None
     if not isinstance(state, dict):
         raise ValueError(f"a sparse matrix expected, got {_type_name(value)}")

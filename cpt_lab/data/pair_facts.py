@@ -1,8 +1,11 @@
-"""Checks and facts of sentence pairs: what is no sentence, labels, pairs that stand twice or in two splits."""
+"""Checks of sentence pairs and facts about them: sentences, labels, repeated pairs, and pairs in two splits.
+
+``select_languages`` reads rows that hold a sentence in many languages, as XNLI's all_languages has them.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +27,35 @@ TYPE_HINTS = {
     "a list": "join its words with blanks",
     "bytes": "decode it",
 }
-Pairs = Mapping[str, Mapping[str, pd.DataFrame]]  # split -> language -> pairs
+Pairs = Mapping[
+    str, Mapping[str, pd.DataFrame]
+]  # tables of pairs by split and language
 
 
 def check_sentences(path: Path, rows: pd.DataFrame) -> None:
-    """Raise ValueError for the first row, by its number in the file, whose sentences are empty or no text."""
+    """Raise ValueError for the first row whose sentences are empty or not text.
+
+    Args:
+        path: file of the rows, for the error.
+        rows: sentence pairs by their row number in the file.
+    """
     for name in SENTENCES:
         column = rows[name]
-        empty = column.map(_is_empty)
-        if empty.any():
-            raise ValueError(f"{path}, row {empty.idxmax()}: the {name} is empty")
-        other = ~column.map(lambda value: isinstance(value, str))
-        if other.any():
-            value = column[other.idxmax()]
-            kind = _describe_type(value)
-            way = f"; {TYPE_HINTS[kind]}" if kind in TYPE_HINTS else ""
+        is_empty = column.map(_is_empty)
+        if is_empty.any():
+            raise ValueError(f"{path}, row {is_empty.idxmax()}: the {name} is empty")
+        is_text = column.map(_is_text)
+        if not is_text.all():
+            row = (~is_text).idxmax()
+            kind = _describe_type(column[row])
+            hint = f"; {TYPE_HINTS[kind]}" if kind in TYPE_HINTS else ""
             raise ValueError(
-                f"{path}, row {other.idxmax()}: the {name} is {kind}, not a sentence{way}"
+                f"{path}, row {row}: the {name} is {kind}, not a sentence{hint}"
             )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_empty(value: Any) -> bool:
@@ -57,7 +71,7 @@ def _describe_type(value: Any) -> str:
 
 
 def split_label(split: str, language: str, parts: Mapping[str, Any]) -> str:
-    """Return how a report calls a part of a split: by its language where there are several.
+    """Return the name of a split in reports, with the language if the split has several.
 
     >>> where_of("test", "de", {"de": 1}), where_of("test", "de", {"de": 1, "en": 2})
     ('test', 'test, de')
@@ -66,17 +80,17 @@ def split_label(split: str, language: str, parts: Mapping[str, Any]) -> str:
 
 
 def select_languages(rows: pd.DataFrame, languages: Iterable[str]) -> pd.DataFrame:
-    """Return the rows of some languages where the sentences of all languages stand in one row.
+    """Return the rows of some languages, from rows that hold the sentences of many languages.
 
     XNLI's configuration all_languages has premises as {"de": ...} and hypotheses as {"language": ["de", ...],
     "translation": [...]}.
 
     Args:
-        rows: as the file has them.
-        languages: those that are wanted.
+        rows: rows as the file has them.
+        languages: languages to select.
 
     Returns:
-        Rows with the column language, in which they are.
+        Rows with the added column ``language``.
     """
     parts = [rows.iloc[:0].assign(language="")]
     for language in languages:
@@ -95,103 +109,118 @@ def has_language_tables(rows: pd.DataFrame) -> bool:
 
 
 def row_languages(rows: pd.DataFrame) -> set[str]:
-    """Return the languages of the first row, see ``of_languages``."""
+    """Return the languages of the first row of language tables."""
     first = rows["premise"].iloc[0]
     return {str(language) for language in first.get("language", first)}
 
 
 def _translation(value: Mapping[str, Any], language: str) -> Any:
-    """Return the sentence of a language from a table of languages, None where there is none."""
+    """Return the sentence of a language from a table of languages, None without one."""
     if "translation" in value and "language" in value:
-        return dict(zip(value["language"], value["translation"], strict=False)).get(
-            language
-        )
+        translations = dict(zip(value["language"], value["translation"], strict=False))
+        return translations.get(language)
     return value.get(language)
 
 
-def report_labels(report: DataReport, dataset: str, found: Pairs, refuse: bool) -> None:
-    """Add the pairs per label of every split, and pairs that stand in a split more than once.
+def report_labels(
+    report: DataReport, dataset: str, splits: Pairs, refuse: bool
+) -> None:
+    """Add facts about the pairs per label of every split, and about repeated pairs.
+
+    Args:
+        report: gets the facts.
+        dataset: name of the data set, for errors.
+        splits: pairs by split and language.
+        refuse: whether training pairs with a single label are an error.
 
     Raises:
-        ValueError: for training pairs of one label alone, if ``refuse``.
+        ValueError: for training pairs with a single label, if ``refuse``.
     """
-    for split, parts in found.items():
+    for split, parts in splits.items():
         for language, pairs in parts.items():
-            where = split_label(split, language, parts)
+            label = split_label(split, language, parts)
             counts = Counter(pairs["label"])
-            report.add(
-                "classes",
-                f"{where}: {list_counts({PAIR_LABELS[label]: counts[label] for label in sorted(counts)})}",
-            )
-            repeated = int(pairs.duplicated([*SENTENCES]).sum())
-            differing = int(
-                pairs.duplicated([*SENTENCES]).sum()
-                - pairs.duplicated([*SENTENCES, "label"]).sum()
-            )
-            if repeated:
-                labels = f", {differing:,} with another label" if differing else ""
-                report.add(
-                    "values",
-                    f"{where}: {pluralize(repeated, 'pair')} given again{labels}",
-                )
-    (train,) = found["train"].values()
+            count_by_name = {
+                PAIR_LABELS[number]: counts[number] for number in sorted(counts)
+            }
+            report.add("classes", f"{label}: {list_counts(count_by_name)}")
+            num_repeated = int(pairs.duplicated([*SENTENCES]).sum())
+            num_same_label = int(pairs.duplicated([*SENTENCES, "label"]).sum())
+            if num_repeated:
+                text = f"{label}: {pluralize(num_repeated, 'pair')} given again"
+                if num_repeated > num_same_label:
+                    text += f", {num_repeated - num_same_label:,} with another label"
+                report.add("values", text)
+
+    (train,) = splits["train"].values()
     if refuse and train["label"].nunique() == 1:
-        label = PAIR_LABELS[train["label"].iloc[0]]
+        only_label = PAIR_LABELS[train["label"].iloc[0]]
         raise ValueError(
-            f"{dataset}: all {len(train):,} training pairs have the label {label}; there is nothing to learn"
+            f"{dataset}: all {len(train):,} training pairs have the label {only_label}; there is nothing to learn"
         )
 
 
-def check_overlap(report: DataReport, dataset: str, found: Pairs, refuse: bool) -> None:
-    """Report pairs that stand in two splits.
+def check_overlap(
+    report: DataReport, dataset: str, splits: Pairs, refuse: bool
+) -> None:
+    """Report pairs that are in two splits, or refuse them.
 
     Args:
         report: gets a fact for each two splits that share pairs, or premises.
         dataset: name of the data set, for errors.
-        found: all pairs of the splits, with their row in the file as index.
-        refuse: raise for shared pairs.
+        splits: pairs by split and language, with their row in the file as index.
+        refuse: whether shared pairs are an error.
 
     Raises:
         ValueError: names the first row and the number of pairs.
     """
     names = {"train": "training", "valid": "validation", "test": "test"}
-    for part, other in (("test", "train"), ("valid", "train"), ("test", "valid")):
-        known = {
-            key for pairs in found[other].values() for key in _normalized_pairs(pairs)
+    for split, other_split in (
+        ("test", "train"),
+        ("valid", "train"),
+        ("test", "valid"),
+    ):
+        other_keys = {
+            key
+            for pairs in splits[other_split].values()
+            for key in _normalized_pairs(pairs)
         }
-        premises = {key[0] for key in known}
-        for language, pairs in found[part].items():
+        other_premises = {premise for premise, _ in other_keys}
+        for language, pairs in splits[split].items():
             keys = _normalized_pairs(pairs)
-            where = (
-                f"{names[part]} pairs"
-                if len(found[part]) == 1
-                else f"{names[part]} pairs in {language}"
-            )
-            shared = [
-                row for row, key in zip(pairs.index, keys, strict=True) if key in known
+            pairs_name = f"{names[split]} pairs"
+            if len(splits[split]) > 1:
+                pairs_name += f" in {language}"
+            shared_rows = [
+                row
+                for row, key in zip(pairs.index, keys, strict=True)
+                if key in other_keys
             ]
-            if shared:
-                said = f"{len(shared):,} of {len(pairs):,} {where} are {names[other]} pairs, too"
+            num_shared_premises = sum(premise in other_premises for premise, _ in keys)
+            if shared_rows:
+                text = f"{len(shared_rows):,} of {len(pairs):,} {pairs_name} are {names[other_split]} pairs, too"
                 if refuse:
                     raise ValueError(
-                        f"{dataset}: {said}, the first in row {shared[0]} of the {part} file"
+                        f"{dataset}: {text}, the first in row {shared_rows[0]} of the {split} file"
                     )
-                report.add("overlap", said)
-            elif same := sum(key[0] in premises for key in keys):
+                report.add("overlap", text)
+            elif num_shared_premises:
                 report.add(
                     "overlap",
-                    f"{same:,} of {len(pairs):,} {where} have the premise of a {names[other]} pair",
+                    f"{num_shared_premises:,} of {len(pairs):,} {pairs_name} have the premise of a "
+                    f"{names[other_split]} pair",
                 )
 
 
-def _normalized_pairs(pairs: pd.DataFrame) -> list[tuple[Hashable, ...]]:
+def _normalized_pairs(pairs: pd.DataFrame) -> list[tuple[str, str]]:
     """Return premise and hypothesis of every pair, with single blanks between words."""
-    texts = ([" ".join(text.split()) for text in pairs[name]] for name in SENTENCES)
-    return list(zip(*texts, strict=True))
+    premises = [" ".join(text.split()) for text in pairs["premise"]]
+    hypotheses = [" ".join(text.split()) for text in pairs["hypothesis"]]
+    return list(zip(premises, hypotheses, strict=True))
 
 
 def report_columns(report: DataReport, split: str, unused: Iterable[str]) -> None:
-    """Add the columns of a split's files that are not read."""
+    """Add a fact about the columns of a split's files that are not read."""
     if names := sorted(set(unused)):
         noun = "column" if len(names) == 1 else "columns"
         report.add(

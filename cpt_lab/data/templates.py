@@ -14,8 +14,10 @@ network learns the rules, which need pairs of words and their order, from thousa
 
 import math
 import random
+from typing import NamedTuple
 
-SUBKINDS: dict[str, tuple[str, ...]] = {  # kind -> the kinds below it
+# The kinds directly below each kind.
+SUBKINDS: dict[str, tuple[str, ...]] = {
     "animal": ("dog", "bird"),
     "plant": ("flower", "tree"),
     "dog": ("poodle", "beagle"),
@@ -27,56 +29,81 @@ PARENT_KIND = {kind: above for above, kinds in SUBKINDS.items() for kind in kind
 COLOURS = ("red", "blue")
 STATE_PAIRS = (("wet", "dry"), ("clean", "dirty"))
 PEOPLE = ("anna", "ben", "carl", "dora")
-THING_VERBS = ("buys", "paints")  # to things
-PERSON_VERBS = {"helps": "helped", "calls": "called"}  # people: active, passive
-COUNT_WORDS: dict[str, tuple[float, float]] = {  # words -> smallest and largest number
+THING_VERBS = ("buys", "paints")  # a person does this to things
+PERSON_VERBS = {
+    "helps": "helped",
+    "calls": "called",
+}  # active form -> participle of the passive
+# Smallest and largest number that words stand for.
+COUNT_WORDS: dict[str, tuple[float, float]] = {
     "no": (0, 0),
     "some": (1, math.inf),
     **{f"more than {n}": (n + 1, math.inf) for n in range(2, 6)},
 }
 ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
 Thing = tuple[str, str]  # a colour or "", a kind
-Hypotheses = tuple[
-    list[str], list[str], list[str]
-]  # second sentences by label: entailed, neutral, contradicted
+
+
+class Hypotheses(NamedTuple):
+    """Second sentences by label, in the order of the labels 0, 1, 2."""
+
+    entailed: list[str]
+    neutral: list[str]
+    contradicted: list[str]
+
+
+class _RelatedThings(NamedTuple):
+    """A thing, a wider one, a narrower one, and one that is independent of the first."""
+
+    thing: Thing
+    wider: Thing
+    narrower: Thing
+    unrelated: Thing
 
 
 def sentence_pairs(count: int) -> list[tuple[str, str, int]]:
     """Return ``count`` different pairs (premise, hypothesis, label) with the labels 0, 1, 2, 0, 1, ... in turn."""
     rng = random.Random(0)
-    found: dict[tuple[str, str, int], None] = {}
-    while len(found) < count:
-        label, form = len(found) % 3, rng.choice(SENTENCE_FORMS)
-        premise, rules = form(rng)
-        if hypotheses := [h for h in rules[label] if h != premise]:
-            found[premise, rng.choice(hypotheses), label] = None
-    return list(found)
+    pairs: dict[tuple[str, str, int], None] = {}
+    while len(pairs) < count:
+        label = len(pairs) % 3
+        form = rng.choice(SENTENCE_FORMS)
+        premise, hypotheses = form(rng)
+        candidates = [
+            hypothesis for hypothesis in hypotheses[label] if hypothesis != premise
+        ]
+        if candidates:
+            pairs[premise, rng.choice(candidates), label] = None
+    return list(pairs)
 
 
-def _related_things(rng: random.Random) -> tuple[Thing, Thing, Thing, Thing]:
-    """Return a thing, a wider one, a narrower one, and one that is independent of the first."""
+def _related_things(rng: random.Random) -> _RelatedThings:
+    """Draw a thing and things that are wider, narrower and independent of it."""
     kind, colour = rng.choice([*PARENT_KIND]), rng.choice(("", *COLOURS))
-    above = [kind]
-    while above[-1] in PARENT_KIND:
-        above.append(PARENT_KIND[above[-1]])
-    wider = [
-        (c, k)
-        for c in dict.fromkeys((colour, ""))
-        for k in above
-        if (c, k) != (colour, kind)
+    kinds_above = [kind]
+    while kinds_above[-1] in PARENT_KIND:
+        kinds_above.append(PARENT_KIND[kinds_above[-1]])
+
+    wider = []
+    for wider_colour in dict.fromkeys((colour, "")):
+        for wider_kind in kinds_above:
+            if (wider_colour, wider_kind) != (colour, kind):
+                wider.append((wider_colour, wider_kind))
+    narrower = [(colour, subkind) for subkind in SUBKINDS.get(kind, ())]
+    if not colour:
+        narrower += [(c, kind) for c in COLOURS]
+    if not narrower:  # nothing is narrower than a red poodle but itself
+        narrower = [(colour, kind)]
+    unrelated = [
+        (colour, k)
+        for k in PARENT_KIND
+        if k not in kinds_above and PARENT_KIND[k] != kind
     ]
-    narrower = [(colour, k) for k in SUBKINDS.get(kind, ())] + (
-        [] if colour else [(c, kind) for c in COLOURS]
-    )
-    apart = [
-        (colour, k) for k in PARENT_KIND if k not in above and PARENT_KIND[k] != kind
-    ]
-    # nothing is narrower than a red poodle but itself
-    return (
-        (colour, kind),
-        rng.choice(wider),
-        rng.choice(narrower or [(colour, kind)]),
-        rng.choice(apart),
+    return _RelatedThings(
+        thing=(colour, kind),
+        wider=rng.choice(wider),
+        narrower=rng.choice(narrower),
+        unrelated=rng.choice(unrelated),
     )
 
 
@@ -85,87 +112,107 @@ def _plural(thing: Thing) -> str:
 
 
 def _quantifier_pair(rng: random.Random) -> tuple[str, Hypotheses]:
-    x, up, down, other = _related_things(rng)
-    p, contrary = rng.sample(rng.choice(STATE_PAIRS), 2)
+    """Draw a sentence with a quantifier over things, and its hypotheses."""
+    x, wider, narrower, unrelated = _related_things(rng)
+    state, opposite = rng.sample(rng.choice(STATE_PAIRS), 2)
     quantifier = rng.choice(("all", "some", "no"))
-    entailed, neutral, contradicted = {
-        "all": (
-            [("some", x, p), ("some", up, p), ("all", down, p)],
-            [("all", up, p), ("all", other, p), ("some", other, p)],
-            [("no", x, p), ("no", up, p), ("all", x, contrary), ("some", x, contrary)],
-        ),
-        "some": (
-            [("some", up, p)],
-            [("all", x, p), ("some", down, p), ("some", other, p)],
-            [("no", x, p), ("no", up, p)],
-        ),
-        "no": (
-            [("no", down, p)],
-            [("no", up, p), ("no", other, p)],
-            [("some", x, p), ("some", down, p), ("all", x, p)],
-        ),
-    }[quantifier]
 
-    def make(sentences: list[tuple[str, Thing, str]]) -> list[str]:
-        return [f"{q} {_plural(thing)} are {state}" for q, thing, state in sentences]
+    def sentence(quantifier: str, thing: Thing, state: str) -> str:
+        return f"{quantifier} {_plural(thing)} are {state}"
 
-    return make([(quantifier, x, p)])[0], (
-        make(entailed),
-        make(neutral),
-        make(contradicted),
-    )
+    if quantifier == "all":
+        hypotheses = Hypotheses(
+            entailed=[
+                sentence("some", x, state),
+                sentence("some", wider, state),
+                sentence("all", narrower, state),
+            ],
+            neutral=[
+                sentence("all", wider, state),
+                sentence("all", unrelated, state),
+                sentence("some", unrelated, state),
+            ],
+            contradicted=[
+                sentence("no", x, state),
+                sentence("no", wider, state),
+                sentence("all", x, opposite),
+                sentence("some", x, opposite),
+            ],
+        )
+    elif quantifier == "some":
+        hypotheses = Hypotheses(
+            entailed=[sentence("some", wider, state)],
+            neutral=[
+                sentence("all", x, state),
+                sentence("some", narrower, state),
+                sentence("some", unrelated, state),
+            ],
+            contradicted=[sentence("no", x, state), sentence("no", wider, state)],
+        )
+    else:
+        hypotheses = Hypotheses(
+            entailed=[sentence("no", narrower, state)],
+            neutral=[sentence("no", wider, state), sentence("no", unrelated, state)],
+            contradicted=[
+                sentence("some", x, state),
+                sentence("some", narrower, state),
+                sentence("all", x, state),
+            ],
+        )
+    return sentence(quantifier, x, state), hypotheses
 
 
 def _counting_pair(rng: random.Random) -> tuple[str, Hypotheses]:
-    x, up, down, _ = _related_things(rng)
-    who, verb, words = (
+    """Draw a sentence about the number of things to which a person does something, and its hypotheses."""
+    x, wider, narrower, _ = _related_things(rng)
+    person, verb, words = (
         rng.choice(PEOPLE),
         rng.choice(THING_VERBS),
         rng.choice([*COUNT_WORDS]),
     )
     low, high = COUNT_WORDS[words]
-    rules: Hypotheses = ([], [], [])
-    known = {
-        down: (0, high),
-        up: (low, math.inf),
-        x: (low, high),
-    }  # x last: ``down`` may be x
-    for thing, (least, most) in known.items():
-        for said, (a, b) in COUNT_WORDS.items():  # against what is known of the number
-            label = (
-                ENTAILMENT
-                if a <= least and most <= b
-                else CONTRADICTION
-                if most < a or b < least
-                else NEUTRAL
-            )
-            rules[label].append(f"{who} {verb} {said} {_plural(thing)}")
-    return f"{who} {verb} {words} {_plural(x)}", rules
+    # Numbers of each thing that the premise allows; x is last, as ``narrower`` may be equal to it.
+    allowed = {narrower: (0, high), wider: (low, math.inf), x: (low, high)}
+    hypotheses = Hypotheses([], [], [])
+    for thing, (smallest, largest) in allowed.items():
+        for count_words, (first, last) in COUNT_WORDS.items():
+            if first <= smallest and largest <= last:
+                label = ENTAILMENT
+            elif largest < first or last < smallest:
+                label = CONTRADICTION
+            else:
+                label = NEUTRAL
+            hypotheses[label].append(f"{person} {verb} {count_words} {_plural(thing)}")
+    return f"{person} {verb} {words} {_plural(x)}", hypotheses
 
 
 def _person_pair(rng: random.Random) -> tuple[str, Hypotheses]:
-    (a, b, c), verb, holds = (
-        rng.sample(PEOPLE, 3),
-        rng.choice([*PERSON_VERBS]),
-        rng.random() < 0.5,
-    )
+    """Draw a sentence about what one person does to another, and its hypotheses."""
+    a, b, c = rng.sample(PEOPLE, 3)
+    verb, is_true = rng.choice([*PERSON_VERBS]), rng.random() < 0.5
 
-    def make(who: str, whom: str, holds: bool) -> str:
-        active = f"{who} {verb if holds else f'does not {verb[:-1]}'} {whom}"
-        return rng.choice(
-            (
-                active,
-                f"{whom} is {'' if holds else 'not '}{PERSON_VERBS[verb]} by {who}",
-            )
+    def sentence(subject: str, person: str, affirmed: bool) -> str:
+        """Draw the active or the passive form."""
+        predicate = verb if affirmed else f"does not {verb[:-1]}"
+        negation = "" if affirmed else "not "
+        active = f"{subject} {predicate} {person}"
+        passive = f"{person} is {negation}{PERSON_VERBS[verb]} by {subject}"
+        return rng.choice((active, passive))
+
+    repeated, opposite = [sentence(a, b, is_true)], [sentence(a, b, not is_true)]
+    neutral = [
+        sentence(b, a, is_true),
+        sentence(a, c, is_true),
+        sentence(c, b, not is_true),
+    ]
+    with_someone = [sentence("someone", b, True), sentence(a, "someone", True)]
+    with_nobody = [f"nobody {verb} {b}", f"nobody is {PERSON_VERBS[verb]} by {a}"]
+    premise = sentence(a, b, is_true)
+    if is_true:
+        return premise, Hypotheses(
+            repeated + with_someone, neutral, opposite + with_nobody
         )
-
-    same, opposite = [make(a, b, holds)], [make(a, b, not holds)]
-    neutral = [make(b, a, holds), make(a, c, holds), make(c, b, not holds)]
-    anyone = [make("someone", b, True), make(a, "someone", True)]
-    no_one = [f"nobody {verb} {b}", f"nobody is {PERSON_VERBS[verb]} by {a}"]
-    if holds:
-        return make(a, b, True), (same + anyone, neutral, opposite + no_one)
-    return make(a, b, False), (same, neutral + anyone + no_one, opposite)
+    return premise, Hypotheses(repeated, neutral + with_someone + with_nobody, opposite)
 
 
 SENTENCE_FORMS = (

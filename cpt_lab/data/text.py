@@ -1,6 +1,7 @@
-"""Text for language models: Penn Treebank, Python's own reference text, and your own (``data/cards/own-text.md``).
+"""Text for language models: Penn Treebank, Python's reference text, and the user's own (``data/cards/own-text.md``).
 
-Every line ends in the word ``<eos>``; words that the training text does not have become ``<unk>``.
+``load_text`` returns a text as numbers of words or characters; ``batchify`` and ``evaluation_columns`` arrange them in
+columns. Every line ends in the word ``<eos>``; words that the training text does not have become ``<unk>``.
 """
 
 import hashlib
@@ -62,23 +63,31 @@ PYDOC_CHARACTERS = {"train": 270_000, "valid": 10_000, "test": 20_000}
 
 @dataclass(frozen=True)
 class TextData:
-    """A text as numbers."""
+    """A text in three splits, as numbers of words or characters.
 
-    # train, valid, test: words or characters by number, (n,) int64
+    Attributes:
+        train: training text, (n,) int64.
+        valid: validation text, (n,) int64.
+        test: test text, (n,) int64.
+        vocabulary: word or character of every number.
+        start: number before the first word: that of ``<eos>``, or of a line break.
+        title: name of the data in figures and rows.
+        checksum: checksum of the files.
+        report: what was read, left out and changed.
+    """
+
     train: Tensor
     valid: Tensor
     test: Tensor
-    vocabulary: tuple[str, ...]  # word or character of every number
-    start: int  # the number that stands before the first word: that of ``<eos>``, or of a line break
-    title: str  # for figures
-    checksum: str  # of the files
-    report: DataReport = field(
-        default_factory=empty_report
-    )  # what was read, left out and changed
+    vocabulary: tuple[str, ...]
+    start: int
+    title: str
+    checksum: str
+    report: DataReport = field(default_factory=empty_report)
 
 
 def load_text(recipe: LanguageModelRecipe) -> TextData:
-    """Read the text of a recipe.
+    """Read the text of a recipe and number its words or characters.
 
     Raises:
         DataNotFoundError: when files are missing, naming what gets them.
@@ -130,7 +139,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
 def _load_texts(
     recipe: LanguageModelRecipe, report: DataReport
 ) -> tuple[dict[str, str], str]:
-    """Return the three texts of a recipe as the files have them, and what they are called."""
+    """Return the three texts of a recipe as the files have them, and their title."""
     if recipe.dataset == "pydoc":
         return _read_pydoc(report), "Python's reference text"
     if recipe.dataset != "ptb":
@@ -172,16 +181,17 @@ def _split_units(split: str, text: str, unit: str, report: DataReport) -> list[s
 
 
 def _cut(
-    split: str, whole: list[str], recipe: LanguageModelRecipe, report: DataReport
+    split: str, units: list[str], recipe: LanguageModelRecipe, report: DataReport
 ) -> list[str]:
-    """Return as much of a text as a recipe uses, and report the rest."""
-    part = whole[: getattr(recipe, f"{split}_tokens")]
-    if len(part) < len(whole):
+    """Return the first words or characters of a text, as many as a recipe uses; report the rest."""
+    part = units[: getattr(recipe, f"{split}_tokens")]
+    if len(part) < len(units):
         report.add(
             "left out",
-            f"{split}: all but the first {len(part):,} of {len(whole):,} {recipe.unit}",
+            f"{split}: all but the first {len(part):,} of {len(units):,} {recipe.unit}",
         )
-    if split == "train" and (rest := len(part) % recipe.batch):
+    rest = len(part) % recipe.batch
+    if split == "train" and rest:
         report.add(
             "left out",
             f"train: the last {rest} of {len(part):,} {recipe.unit}, too few for all columns",
@@ -229,53 +239,59 @@ def _report_vocabulary(
     number: dict[str, int],
     report: DataReport,
 ) -> None:
-    """Add how many words are known, and how many of each split become ``<unk>``."""
-    different = len(set(parts["train"]))
-    report.add("read", f"{different:,} different {recipe.unit} in the training text")
-    if recipe.vocabulary is not None and different > recipe.vocabulary:
-        known = f"{recipe.vocabulary:,} most frequent of {different:,} different {recipe.unit}"
-        report.add("left out", f"all but the {known}")
-    for split, part in parts.items():
-        if unknown := sum(unit not in number for unit in part):
-            share = f"{unknown:,} of {len(part):,} {recipe.unit}"
+    """Add facts about the size of the vocabulary, and the words of each split that become ``<unk>``."""
+    num_different = len(set(parts["train"]))
+    report.add(
+        "read", f"{num_different:,} different {recipe.unit} in the training text"
+    )
+    if recipe.vocabulary is not None and num_different > recipe.vocabulary:
+        report.add(
+            "left out",
+            f"all but the {recipe.vocabulary:,} most frequent of {num_different:,} different {recipe.unit}",
+        )
+    for split, units in parts.items():
+        num_unknown = sum(unit not in number for unit in units)
+        if num_unknown:
+            hint = _unspaced_hint(recipe, units)
             report.add(
                 "changed",
-                f"{split}: {share} became {UNKNOWN}{_unspaced_hint(recipe, part)}",
+                f"{split}: {num_unknown:,} of {len(units):,} {recipe.unit} became {UNKNOWN}{hint}",
             )
 
 
-def _title(name: str, recipe: LanguageModelRecipe, there: int, words: int) -> str:
-    """Say what is left out of a text, and how many words of it are known."""
+def _title(name: str, recipe: LanguageModelRecipe, available: int, words: int) -> str:
+    """Return the title of a text: how much of it is used, and how many of its words are known."""
     limit = recipe.train_tokens
-    part = (
-        f"the first {limit:,} {recipe.unit} of "
-        if limit is not None and limit < there
-        else ""
-    )
-    part = part or ("characters of " if recipe.unit == "characters" else "")
-    known = "" if recipe.vocabulary is None else f", {words:,} words known"
-    return f"{part}{name}{known}"
+    part = ""
+    if limit is not None and limit < available:
+        part = f"the first {limit:,} {recipe.unit} of "
+    elif recipe.unit == "characters":
+        part = "characters of "
+    known_words = "" if recipe.vocabulary is None else f", {words:,} words known"
+    return f"{part}{name}{known_words}"
 
 
 def _read_own_text(path: Path, report: DataReport) -> tuple[dict[str, str], str]:
-    """Return the three texts of a folder, or the parts of the one text that is there, and what they are called."""
+    """Return the three texts of a folder, or the three parts of a single text, and their title."""
     files = [path] if path.is_file() else _find_single_text(path)
     if not files:
-        found = {split: _split_file(path, split) for split in SPLITS}
-        report_unread(report, path, list(found.values()), NOT_A_TEXT)
-        return {split: _read(file, report) for split, file in found.items()}, path.name
+        split_files = {split: _split_file(path, split) for split in SPLITS}
+        report_unread(report, path, list(split_files.values()), NOT_A_TEXT)
+        return {
+            split: _read(file, report) for split, file in split_files.items()
+        }, path.name
     if path.is_dir():
         report_unread(report, path, files, NOT_A_TEXT)
-    every = _read(files[0], report).splitlines(keepends=True)
-    lines = [line for line in every if line.strip()]
+    all_lines = _read(files[0], report).splitlines(keepends=True)
+    lines = [line for line in all_lines if line.strip()]
     if len(lines) < 10:
         raise ValueError(
             f"{files[0]} has {len(lines)} lines with words; one text is cut in three, and needs ten"
         )
-    if len(every) > len(lines):
+    num_blank = len(all_lines) - len(lines)
+    if num_blank:
         report.add(
-            "left out",
-            f"{files[0].name}: {pluralize(len(every) - len(lines), 'line')} without words",
+            "left out", f"{files[0].name}: {pluralize(num_blank, 'line')} without words"
         )
     report.add(
         "split",
@@ -287,19 +303,18 @@ def _read_own_text(path: Path, report: DataReport) -> tuple[dict[str, str], str]
 
 
 def _find_single_text(folder: Path) -> list[Path]:
-    """Return the one .txt of a folder without texts of splits in other files, in a list, else none."""
+    """Return the only .txt of a folder in a list; [] if there are several, or texts of splits in other files."""
     texts = _text_files(folder)
     plain = [path for path in texts if path.suffix == ".txt"]
-    others = [
-        path
-        for path in texts
-        if path not in plain and path.stem.endswith(sum(SPLIT_FILE_STEMS.values(), ()))
-    ]
-    return plain if len(plain) == 1 and not others else []
+    stems = sum(SPLIT_FILE_STEMS.values(), ())
+    has_split_files = any(
+        path.stem.endswith(stems) for path in texts if path not in plain
+    )
+    return plain if len(plain) == 1 and not has_split_files else []
 
 
 def _text_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that are texts by their endings."""
+    """Return the files of a folder that are texts by their endings, sorted."""
     found = (path for ending in TEXT_ENDINGS for path in folder.glob(f"*{ending}"))
     return sorted(
         path for path in found if not is_below_hidden(path.relative_to(folder))
@@ -307,32 +322,41 @@ def _text_files(folder: Path) -> list[Path]:
 
 
 def _split_file(folder: Path, split: str) -> Path:
+    """Return the file of a split in a folder.
+
+    Raises:
+        DataNotFoundError: if there is no folder or no file.
+        ValueError: if there are several files.
+    """
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}")
-    texts = _text_files(folder)
-    found = [path for path in texts if path.stem.endswith(SPLIT_FILE_STEMS[split])]
-    if not found:
+    files = [
+        path
+        for path in _text_files(folder)
+        if path.stem.endswith(SPLIT_FILE_STEMS[split])
+    ]
+    if not files:
         names = sorted(
             path.name
             for path in folder.iterdir()
             if not is_below_hidden(path.relative_to(folder))
         )
-        there = f"; it has {list_first(names, 6)}" if names else ""
+        contents = f"; it has {list_first(names, 6)}" if names else ""
         raise DataNotFoundError(
             f"{folder} has no file that ends in {split}.txt{_alternative_names(split)}; a text needs one for "
-            f"{', '.join(SPLITS)}{there}"
+            f"{', '.join(SPLITS)}{contents}"
         )
-    if len(found) > 1:
+    if len(files) > 1:
         raise ValueError(
-            f"{folder} has several texts for {split}: {', '.join(p.name for p in found)}; keep one"
+            f"{folder} has several texts for {split}: {', '.join(p.name for p in files)}; keep one"
         )
-    return found[0]
+    return files[0]
 
 
 def _alternative_names(split: str) -> str:
-    """Return the other names of a split in words."""
-    others = [f"{name}.txt" for name in SPLIT_FILE_STEMS[split][1:]]
-    return f" (or {', '.join(others)})" if others else ""
+    """Return the other file names of a split in brackets, "" without any."""
+    names = [f"{name}.txt" for name in SPLIT_FILE_STEMS[split][1:]]
+    return f" (or {', '.join(names)})" if names else ""
 
 
 def _read(path: Path, report: DataReport) -> str:
@@ -347,16 +371,17 @@ def _read(path: Path, report: DataReport) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return [
-        word
-        for line in text.splitlines()
-        if (found := line.split())
-        for word in (*found, EOS)
-    ]
+    """Return the words of a text, with ``<eos>`` after every line that has words."""
+    words = []
+    for line in text.splitlines():
+        line_words = line.split()
+        if line_words:
+            words += [*line_words, EOS]
+    return words
 
 
 def _read_pydoc(report: DataReport) -> dict[str, str]:
-    """The texts of Python's ``help("...")``; they differ a little between versions of Python."""
+    """Return three parts of the texts of Python's ``help("...")``, which differ a little between Python versions."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -364,13 +389,14 @@ def _read_pydoc(report: DataReport) -> dict[str, str]:
             "this Python was installed without pydoc_data, the text of its reference"
         ) from error
     text = "".join(topics[name] for name in sorted(topics))
-    if len(text) < (needed := sum(PYDOC_CHARACTERS.values())):
+    num_characters = sum(PYDOC_CHARACTERS.values())
+    if len(text) < num_characters:
         raise ValueError(
-            f"the reference text of this Python has {len(text)} characters, {needed} are needed"
+            f"the reference text of this Python has {len(text)} characters, {num_characters} are needed"
         )
     report.add(
         "left out",
-        f"all but the first {needed:,} characters, as many as every version of Python has",
+        f"all but the first {num_characters:,} characters, as many as every version of Python has",
     )
     report.add("split", "cut in this order: train, valid, test")
     ends = itertools.pairwise([0, *itertools.accumulate(PYDOC_CHARACTERS.values())])
@@ -380,38 +406,48 @@ def _read_pydoc(report: DataReport) -> dict[str, str]:
 
 
 def random_text(recipe: LanguageModelRecipe) -> TextData:
-    """Random words of the same shapes, so that steps can be timed without data."""
-    known = known_words(recipe.to_dict())
+    """Return random words in the shapes of a recipe, to measure times and count operations without the data."""
+    num_words = known_words(recipe.to_dict())
     generator = seeded_generator(0)
     sizes = (recipe.batch * (recipe.length + 1), 100, 100)
     train, valid, test = (
-        torch.randint(known, (size,), generator=generator) for size in sizes
+        torch.randint(num_words, (size,), generator=generator) for size in sizes
     )
     return TextData(
-        train, valid, test, tuple(map(str, range(known))), 0, "random words", ""
+        train=train,
+        valid=valid,
+        test=test,
+        vocabulary=tuple(map(str, range(num_words))),
+        start=0,
+        title="random words",
+        checksum="",
     )
 
 
 def batchify(tokens: Tensor, batch: int) -> Tensor:
-    """Cut a text into ``batch`` columns that run side by side, (n // batch, batch); the rest is left out."""
+    """Cut a text into ``batch`` columns that run side by side, (n // batch, batch); the remaining words are dropped."""
     rows = len(tokens) // batch
     return tokens[: rows * batch].view(batch, rows).t().contiguous()
 
 
 def evaluation_columns(tokens: Tensor, start: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets (rows, batch) that ask for every word of a text exactly once.
+    """Return inputs and targets (rows, batch) in which every word of a text is a target exactly once.
 
-    Every column goes on from the word before its first; a target of -100 is none.
+    The first input of a column is the word before its first target. Targets of -100 are padding.
+
+    Args:
+        tokens: the text, (n,).
+        start: word before the first one.
+        batch: number of columns.
     """
     rows = math.ceil(len(tokens) / batch)
     before = torch.cat([tokens.new_tensor([start]), tokens[:-1]])
-    pairs = []
-    for values, fill in ((before, start), (tokens, -100)):
-        padded = torch.cat(
-            [values, values.new_full((rows * batch - len(values),), fill)]
-        )
-        pairs.append(padded.view(batch, rows).t().contiguous())
-    return pairs[0], pairs[1]
+
+    def to_columns(values: Tensor, fill: int) -> Tensor:
+        padding = values.new_full((rows * batch - len(values),), fill)
+        return torch.cat([values, padding]).view(batch, rows).t().contiguous()
+
+    return to_columns(before, start), to_columns(tokens, -100)
 
 
 def download(name: str, language: str = "") -> Path:

@@ -1,6 +1,6 @@
-"""Lines of texts as files have them: line breaks, markers of ends and starts, and lines that two texts share.
+"""Lines of text files: line breaks, markers at their ends and starts, and lines that two texts share.
 
-A text that was made for another program often has its ends of lines written out, as ``<eos>`` or ``</s>``. Every line
+A text that was prepared for another program often has its line ends written out, as ``<eos>`` or ``</s>``. Every line
 gets an end here, so a second one would follow each line and cost nothing to predict: perplexity would fall for nothing.
 """
 
@@ -46,7 +46,7 @@ MARKER_ENDS, MARKER_STARTS = (
     (">", "]", "_", *MARKER_WORDS),
     ("<", "[", "_", *MARKER_WORDS),
 )  # characters of the markers: a quick look
-MAX_MARKER_LENGTH = 48  # characters of a marker, at most
+MAX_MARKER_LENGTH = 48  # characters
 MIN_MARKED_SHARE = (
     0.9  # of the lines of a text: a marker that ends so many is the end of a line
 )
@@ -70,21 +70,21 @@ Matches = dict[int, re.Match[str]]  # by the number of the line
 
 
 def normalize_line_breaks(name: str, text: str, report: DataReport) -> str:
-    """Return a text whose lines end in a line feed where they ended in CR or CR LF.
+    """Return a text whose lines end in a line feed instead of CR or CR LF.
 
     Args:
-        name: of the file, for the report.
-        text: as it is in the file.
-        report: gets a fact for what was changed, and for characters that stand for damaged ones.
+        name: name of the file, for the report.
+        text: text as it is in the file.
+        report: gets facts about changes, and about characters that stand for damaged ones.
     """
     if text.startswith("\ufeff"):
         report.add("changed", f"{name}: the byte order mark is left out")
         text = text.removeprefix("\ufeff")
-    for ending, said in (("\r\n", "CR LF"), ("\r", "CR")):
+    for ending, ending_name in (("\r\n", "CR LF"), ("\r", "CR")):
         if count := text.count(ending):
             report.add(
                 "changed",
-                f"{name}: {pluralize(count, 'line')} ended in {said}, and end in a line feed now",
+                f"{name}: {pluralize(count, 'line')} ended in {ending_name}, and end in a line feed now",
             )
             text = text.replace(ending, "\n")
     if damaged := text.count("\ufffd"):
@@ -96,118 +96,126 @@ def normalize_line_breaks(name: str, text: str, report: DataReport) -> str:
 
 
 def report_line_breaks(name: str, text: str, report: DataReport) -> None:
-    """Add the characters besides line feeds at which a text of words is cut into lines."""
-    counts = {said: text.count(character) for character, said in BREAK_NAMES.items()}
-    if found := {said: count for said, count in counts.items() if count}:
+    """Add a fact about characters besides line feeds at which a text of words is split into lines."""
+    counts = {}
+    for character, character_name in BREAK_NAMES.items():
+        count = text.count(character)
+        if count:
+            counts[character_name] = count
+    if counts:
         report.add(
             "changed",
-            f"{name}: lines end at these characters, too: {list_counts(found)}",
+            f"{name}: lines end at these characters, too: {list_counts(counts)}",
         )
 
 
 def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str]:
-    """Return texts without the markers that end or begin their lines; markers that stay words are reported.
+    """Return texts without the markers that end or begin their lines; report markers that stay words.
 
-    ``<eos>`` is always the end of a line. Another marker is one where it ends, or begins, nearly all lines of a text,
-    or stands in a line of its own for nearly every other line.
+    ``<eos>`` is always the end of a line. Another marker is one if it ends, or begins, nearly all lines of a text, or
+    if it is alone in a line for nearly every other line.
     """
     lines = {split: text.splitlines(keepends=True) for split, text in texts.items()}
-    for pattern, place in ((END_MARKER, "end in"), (START_MARKER, "begin with")):
-        found = {split: _find_markers(part, pattern) for split, part in lines.items()}
-        while taken := _line_markers(lines, found):
+    for pattern, position in ((END_MARKER, "end in"), (START_MARKER, "begin with")):
+        matches = {split: _find_markers(part, pattern) for split, part in lines.items()}
+        while markers := _line_markers(lines, matches):
             for split, part in lines.items():
-                _strip_split(split, part, found[split], taken, report)
-            found = {
+                _strip_split(split, part, matches[split], markers, report)
+            matches = {
                 split: _find_markers(part, pattern) for split, part in lines.items()
             }
-        words = Counter(
-            match[1]
-            for part in found.values()
-            for match in part.values()
-            if _stands_alone(match)
-        )
-        if stay := {
-            repr(marker): count for marker, count in words.items() if marker != UNKNOWN
-        }:
+
+        remaining: Counter[str] = Counter()
+        for split_matches in matches.values():
+            for match in split_matches.values():
+                if _stands_alone(match) and match[1] != UNKNOWN:
+                    remaining[repr(match[1])] += 1
+        if remaining:
             report.add(
                 "markers",
-                f"lines that {place} what looks like a marker, but stays a word: {list_counts(stay)}",
+                f"lines that {position} what looks like a marker, but stays a word: {list_counts(remaining)}",
             )
     return {split: "".join(part) for split, part in lines.items()}
 
 
 def _find_markers(lines: list[str], pattern: re.Pattern[str]) -> Matches:
-    """Return the lines that have a marker in the place of a pattern."""
-    found = {}
+    """Return the match of a pattern in every line that has one, by the number of the line."""
+    matches = {}
     for number, line in enumerate(lines):
-        likely = (
-            line.rstrip().endswith(MARKER_ENDS)
-            if pattern is END_MARKER
-            else line.lstrip().startswith(MARKER_STARTS)
-        )
-        if likely and (
-            match := pattern.search(
-                line, _search_start(line) if pattern is END_MARKER else 0
-            )
-        ):
-            found[number] = match
-    return found
+        # A quick check of the first or last character comes before the slower pattern.
+        if pattern is END_MARKER:
+            may_match, start = line.rstrip().endswith(MARKER_ENDS), _search_start(line)
+        else:
+            may_match, start = line.lstrip().startswith(MARKER_STARTS), 0
+        match = pattern.search(line, start) if may_match else None
+        if match:
+            matches[number] = match
+    return matches
 
 
 def _search_start(line: str) -> int:
-    """Return where to begin to look for a marker at the end of a line."""
+    """Return the position from which to search a line for a marker at its end."""
     return max(0, len(line.rstrip()) - MAX_MARKER_LENGTH)
 
 
 def _stands_alone(match: re.Match[str]) -> bool:
-    """Return whether a marker stands alone and is no part of a longer word."""
+    """Return whether a marker is a word of its own, not a part of a longer one."""
     before, after = match.string[: match.start(1)], match.string[match.end(1) :]
     return (not before or before[-1].isspace()) and (not after or after[0].isspace())
 
 
 def _line_markers(
-    lines: Mapping[str, list[str]], found: Mapping[str, Matches]
+    lines: Mapping[str, list[str]], matches: Mapping[str, Matches]
 ) -> set[str]:
     """Return the markers that are ends, or starts, of lines."""
-    taken = set()
-    for split, matches in found.items():
-        marked = sum(match.string.strip() == match[1] for match in matches.values())
-        filled = max(
-            1, sum(not line.isspace() for line in lines[split]) - marked
+    markers = set()
+    for split, split_matches in matches.items():
+        num_marker_lines = sum(
+            match.string.strip() == match[1] for match in split_matches.values()
+        )
+        num_filled = sum(not line.isspace() for line in lines[split])
+        num_text_lines = max(
+            1, num_filled - num_marker_lines
         )  # lines with more than a marker
-        for marker, count in Counter(match[1] for match in matches.values()).items():
+        counts = Counter(match[1] for match in split_matches.values())
+        for marker, count in counts.items():
+            is_unknown_word = marker in (UNKNOWN, *UNKNOWN_SPELLINGS)
             if marker == EOS or (
-                count >= MIN_MARKED_SHARE * filled
-                and marker not in (UNKNOWN, *UNKNOWN_SPELLINGS)
+                count >= MIN_MARKED_SHARE * num_text_lines and not is_unknown_word
             ):
-                taken.add(marker)
-    return taken
+                markers.add(marker)
+    return markers
 
 
 def _strip_split(
-    split: str, lines: list[str], matches: Matches, taken: set[str], report: DataReport
+    split: str,
+    lines: list[str],
+    matches: Matches,
+    markers: set[str],
+    report: DataReport,
 ) -> None:
-    """Take markers out of the lines of a split, in place."""
+    """Remove markers from the lines of a split, in place."""
     counts: Counter[tuple[str, str]] = Counter()
     for number, match in matches.items():
-        if match[1] in taken:
-            line, ends = lines[number], match.re is END_MARKER
-            before, after = line[: match.start(1)], line[match.end(1) :]
-            lines[number] = (
-                before.rstrip() + _line_break(line)
-                if ends
-                else before + after.lstrip(" \t")
-            )
-            counts[match[1], "end in" if ends else "begin with"] += 1
-    for (marker, place), count in sorted(counts.items()):
-        what = (
-            "taken as the end that every line gets"
-            if place == "end in"
-            else "left out, as the line begins there"
-        )
+        if match[1] not in markers:
+            continue
+        line = lines[number]
+        before, after = line[: match.start(1)], line[match.end(1) :]
+        if match.re is END_MARKER:
+            lines[number] = before.rstrip() + _line_break(line)
+            counts[match[1], "end in"] += 1
+        else:
+            lines[number] = before + after.lstrip(" \t")
+            counts[match[1], "begin with"] += 1
+
+    for (marker, position), count in sorted(counts.items()):
+        if position == "end in":
+            treatment = "taken as the end that every line gets"
+        else:
+            treatment = "left out, as the line begins there"
         report.add(
             "markers",
-            f"{count:,} of {pluralize(len(lines), 'line')} of {split} {place} {marker!r}: {what}",
+            f"{count:,} of {pluralize(len(lines), 'line')} of {split} {position} {marker!r}: {treatment}",
         )
 
 
@@ -217,7 +225,7 @@ def _line_break(line: str) -> str:
 
 
 def report_unknown_words(split: str, text: str, report: DataReport) -> None:
-    """Add how often words stand in a text that mean unknown words or ends of lines."""
+    """Add facts about words in a text that stand for unknown words or line ends."""
     special = {word for word in (UNKNOWN, EOS, *UNKNOWN_SPELLINGS) if word in text}
     words = (
         Counter(word for word in text.split() if word in special)
@@ -233,10 +241,13 @@ def report_unknown_words(split: str, text: str, report: DataReport) -> None:
             "markers",
             f"{split}: {count:,} times '{EOS}' inside lines, as if the line ended there",
         )
-    if others := {repr(word): words[word] for word in UNKNOWN_SPELLINGS if words[word]}:
+    other_spellings = {
+        repr(word): words[word] for word in UNKNOWN_SPELLINGS if words[word]
+    }
+    if other_spellings:
         report.add(
             "markers",
-            f"{split}: words of their own beside '{UNKNOWN}': {list_counts(others)}",
+            f"{split}: words of their own beside '{UNKNOWN}': {list_counts(other_spellings)}",
         )
 
 
@@ -267,11 +278,11 @@ def _is_unspaced(words: list[str]) -> bool:
 def check_overlap(
     dataset: str, texts: Mapping[str, str], report: DataReport, refuse: bool
 ) -> None:
-    """Report lines that two texts share; refuse texts that are the same, or most of which is in another one.
+    """Report lines that two texts share; refuse equal texts, and texts that are mostly part of another one.
 
     Args:
         dataset: name of the data set, for errors.
-        texts: by split.
+        texts: texts by split.
         report: gets a fact for each two texts that share lines of at least five words.
         refuse: whether an overlap is an error; False reports it.
 
@@ -281,28 +292,36 @@ def check_overlap(
     lines = {split: long_lines(text) for split, text in texts.items()}
     words = {
         split: " ".join(text.split()) for split, text in texts.items()
-    }  # however lines are cut
-    for part, other in (("test", "train"), ("valid", "train"), ("test", "valid")):
-        use, there = (
-            SPLIT_PURPOSES[part],
-            f"the {'training' if other == 'train' else other} text",
+    }  # without line breaks
+    for split, other_split in (
+        ("test", "train"),
+        ("valid", "train"),
+        ("test", "valid"),
+    ):
+        purpose = SPLIT_PURPOSES[split]
+        other_text = f"the {'training' if other_split == 'train' else other_split} text"
+        is_equal = texts[split] == texts[other_split] and (
+            other_split == "train" or lines[split]
         )
-        if refuse and texts[part] == texts[other] and (other == "train" or lines[part]):
+        if refuse and is_equal:
             raise ValueError(
-                f"{dataset}: the {part} text is {there}; a {use} needs another"
+                f"{dataset}: the {split} text is {other_text}; a {purpose} needs another"
             )
-        if refuse and lines[part] and words[part] in words[other]:
+        if refuse and lines[split] and words[split] in words[other_split]:
             raise ValueError(
-                f"{dataset}: the {part} text is a part of {there}; a {use} needs another"
+                f"{dataset}: the {split} text is a part of {other_text}; a {purpose} needs another"
             )
-        known = set(lines[other])
-        shared = [line for line in lines[part] if line in known]
+
+        other_lines = set(lines[other_split])
+        shared = [line for line in lines[split] if line in other_lines]
         if not shared:
             continue
-        which = f"lines of at least {LONG_LINE_WORDS} words of the {part} text stand in {there}, too"
-        said = f"{len(shared):,} of {len(lines[part]):,} {which}"
-        if refuse and len(shared) > MAX_SHARED_LINES * len(lines[part]):
+        text = (
+            f"{len(shared):,} of {len(lines[split]):,} lines of at least {LONG_LINE_WORDS} words of the {split} text "
+            f"stand in {other_text}, too"
+        )
+        if refuse and len(shared) > MAX_SHARED_LINES * len(lines[split]):
             raise ValueError(
-                f"{dataset}: {said}; a {use} needs others than {shared[0][:60]!r}"
+                f"{dataset}: {text}; a {purpose} needs others than {shared[0][:60]!r}"
             )
-        report.add("overlap", said)
+        report.add("overlap", text)
