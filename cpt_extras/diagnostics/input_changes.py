@@ -30,7 +30,7 @@ class Axis(NamedTuple):
 
 
 def leaves(inputs: Any) -> list[Tensor]:
-    """Return the tensors of the inputs whose contents can be changed.
+    """Return the tensors of the inputs that tests may change.
 
     The sizes and indices of packed sequences are not among them.
     """

@@ -268,8 +268,8 @@ class _InvarianceTests:
             perturbation.slices = {k: all_slices[k] for k in all_slices if k in aligned}
             for (number, dim), slices in perturbation.slices.items():
                 elements = _along(slices, dim, self.float32[number]) & depends[number]
-                others = perturbation.outputs.get(number, torch.zeros_like(elements))
-                perturbation.outputs[number] = others | elements
+                unchanged = perturbation.outputs.get(number, torch.zeros_like(elements))
+                perturbation.outputs[number] = unchanged | elements
         self.perturbations[axis] = perturbations
         self.kinds[axis] = _axis_kind(perturbations)
 

@@ -34,7 +34,7 @@ Number = TypeVar("Number")
 
 
 class StatsKey(NamedTuple):
-    """Tensors whose sums are added: one layer, role and format.
+    """Key of the sums of one layer, role and format.
 
     Attributes:
         layer: name of the layer.

@@ -1,14 +1,22 @@
-"""Number formats: FP8, FP6, FP4, MX, NVFP4, ladders of them, and what operations in them cost.  Beyond the paper.
+"""Number formats: FP8, FP6, FP4, MX, NVFP4, ladders of formats, and the costs of operations in them.
 
-The problem: the paper's level q is a uniform grid of q bits. Hardware has floating point formats of 8, 6 and 4 bits,
-some with a scale per block; a schedule should be able to climb them.
+The problem: the paper's level q is a uniform grid of q bits. Hardware has floating-point formats of 8, 6 and 4 bits,
+some with a scale per block, and a cyclic schedule should be able to use them. Beyond the paper.
 
-The design: a ``Format`` is a value: the numbers of an element, and the scale of a block. A ``FormatLadder`` maps levels
-of schedules to formats. ``ladder_rounding`` takes the place of the core's ``AffineGrids``: it says what a level is,
-which levels a layer can take, and arranges blocks along the dimension over which an operation sums.
-``format_rounding`` is the arithmetic in plain torch, equal to ml_dtypes on all values; ``tensor_rounding`` applies it,
-or a grid, to single tensors. ``costs`` and ``prices`` price
-counted work in units other than bit operations, each with its source.
+The parts:
+
+- ``format``: a ``Format`` describes the values of an element and the scale of a block; ``FORMATS`` names the common
+  ones. ``quantizer`` adds the range and the rounding of a tensor.
+- ``ladder``: a ``FormatLadder`` maps the levels of schedules to formats. ``ladder_rounding`` uses it in layers, instead
+  of the core's ``AffineGrids``: it finds the active format of every role, checks which levels a layer supports, and
+  arranges blocks along the dimension over which an operation sums.
+- ``format_rounding`` is the arithmetic in plain torch, equal to ml_dtypes on all values; ``tensor_rounding`` applies
+  it, or a grid, to single tensors.
+- ``costs`` and ``prices`` price counted operations in units other than BitOps, each with its source.
+
+The design: formats, quantisers, ladders and costs are immutable values with names that read back, so that specs and
+checkpoints can store them; they need no torch. A schedule does not know formats, only levels, so that every schedule
+works on every ladder.
 
 The trade-offs: all formats are simulated in float32, so this measures quality, not speed.
 """

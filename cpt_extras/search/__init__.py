@@ -1,17 +1,26 @@
-"""Choose bits: precision search, range test, sensitivity, allocation, solver.  Mostly beyond the paper.
+"""Search for precisions and schedules: precision search, range test, sensitivity, allocation, solver.
 
-The problem: the paper leaves three choices to the user: q_min, the schedule, and what to spend.
+The problem: the paper leaves three choices to the user: q_min, the schedule, and the budget. Each depends on the model,
+the data and the length of the training, so that no table of defaults can make it. Mostly beyond the paper.
 
-- ``precision_search`` (``try_precision``) trains your own loop at several precisions within a time budget, and reports
-  the least bits that keep quality, and whether a schedule beats a static precision of the same cost.
+The parts, each usable alone:
+
+- ``precision_search`` (``try_precision``) trains a model with the user's own loop at several precisions within a time
+  limit. Its ``search_result`` says which fewest bits keep the quality, and whether a schedule beats static precision
+  of equal cost; ``search_loop`` chooses what to train next.
 - ``range_test`` finds q_min as section 3.3 of the original CPT paper does.
-- ``sensitivity_analysis`` measures what a bit less costs, by part of training, layer and role; ``allocation`` spends a
-  budget by it, in ``layered`` schedules or ``role_schedules``.
-- ``solver`` bends a schedule until it costs what it may (``solved_schedules``).
-- ``custom_schedules`` are made from a table or a function.
+- ``sensitivity_analysis`` measures the quality lost by one bit less, by part of the training, layer and role;
+  ``sensitivity_estimate`` estimates it from gradients. ``allocation`` turns a ``sensitivity_result`` and a budget into
+  the schedule that loses least: a ``layered`` schedule, ``role_schedules``, or both.
+- ``solver`` warps the profile of a cyclic schedule until it costs a budget (``solved_schedules``).
+- ``custom_schedules`` are schedules from a table or a function.
 
-All of them train the same model again and again from one start (``restartable``). Results are values that print, draw
-and store themselves; those need no torch.
+The design: everything that trains, trains one model again and again from one start (``restartable``): equal weights,
+batches and random numbers, so that only the bits differ and differences are taken seed by seed. Results are values that
+print, draw and store themselves; results, schedules and solver need no torch.
+
+The trade-offs: a search costs a dozen short trainings or more, and its answer holds for trainings of that length. The
+intervals are those of single comparisons: a clear difference is a good hint, not a test.
 """
 
 from typing import TYPE_CHECKING

@@ -242,7 +242,7 @@ def _efficient_role_bits(
     cost: StepCost | str | None,
     ladder: FormatLadder | None,
 ) -> _RoleBits:
-    """Return the bits by role that no other bits of the same price beat.
+    """Return the bits by role that lose least at their price.
 
     Prices rise, noise falls, and each further one saves less for what it costs: the corners of a convex hull.
     ``weights`` are the responses of roles, (3,), of which the mean counts as 1.
@@ -427,7 +427,7 @@ def _exchange_steps(
             )
             if -ARITHMETIC_ERROR <= missing <= slack and gains_nothing:
                 return counts
-            chosen = [first[best], second[best]]
+            move_indices = [first[best], second[best]]
         else:
             usable = (moves.available[first] > 3) & (moves.available[second] > 3)
             pairs = _best_two_pairs(remainder, missing, loss_change, usable, slack)
@@ -438,9 +438,9 @@ def _exchange_steps(
                     f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * BUDGET_TOLERANCE:g} %; "
                     f"the nearest that was found is {budget - missing:.4f}"
                 )
-            chosen = [*first[pairs], *second[pairs]]
+            move_indices = [*first[pairs], *second[pairs]]
 
-        for i in chosen:
+        for i in move_indices:
             if moves.direction[i]:
                 place, level = moves.place[i], moves.level[i]
                 counts[place, level] -= 1

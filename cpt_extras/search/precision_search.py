@@ -185,9 +185,9 @@ class _ArmTrainer:
     def __call__(self, arms: Sequence[Arm], seed: int) -> dict[str, Result]:
         """Train the one arm of ``arms`` on the batches of a seed."""
         (arm,) = arms
-        stored = self.stored_results.get((arm.name, seed))
-        if stored:
-            return {arm.name: stored}
+        stored_result = self.stored_results.get((arm.name, seed))
+        if stored_result:
+            return {arm.name: stored_result}
 
         start_time = time.perf_counter()
         value = self._train_and_evaluate(arm, seed)
@@ -242,10 +242,10 @@ def _read_stored_results(path: Path, description: str) -> dict[tuple[str, int], 
             record = json.loads(text)
         except ValueError:
             continue
-        stored = record.get("of") if isinstance(record, dict) else record
-        if not isinstance(record, dict) or stored != description:
+        stored_description = record.get("of") if isinstance(record, dict) else record
+        if not isinstance(record, dict) or stored_description != description:
             raise ValueError(
-                f"{path} holds trainings of {stored!r}, this is {description!r}; take another file as store"
+                f"{path} holds trainings of {stored_description!r}, this is {description!r}; take another file as store"
             )
         value = math.nan if record["value"] is None else record["value"]
         results[record["arm"], record["seed"]] = Result(value, record["seconds"])

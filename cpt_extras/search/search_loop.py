@@ -197,12 +197,14 @@ class _PrecisionSearch:
         return self._train_missing(deciding, seed, bar)
 
     def _train_missing(self, names: Sequence[str], last_seed: int, bar: Any) -> bool:
-        """Train arms from those seeds, up to the last one, whose results they lack; return whether there was time."""
-        names = list(dict.fromkeys(names))
-        missing = {
-            seed: [self.arms[n] for n in names if seed not in self.results.get(n, {})]
-            for seed in range(last_seed + 1)
-        }
+        """Train arms from all seeds up to ``last_seed`` without a result; return whether there was time."""
+        missing: dict[int, list[Arm]] = {}
+        for seed in range(last_seed + 1):
+            missing[seed] = []
+            for name in dict.fromkeys(names):
+                if seed not in self.results.get(name, {}):
+                    missing[seed].append(self.arms[name])
+
         for seed, arms in missing.items():
             for start in range(0, len(arms), self.at_once):
                 if not self._train(arms[start : start + self.at_once], seed, bar):

@@ -77,12 +77,12 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Quality of an arm minus that of another arm, one value a seed.
+    """Differences of quality between two arms, one value a seed.
 
     A value is minus infinity where the arm has diverged, and infinity where the other alone has.
 
     Attributes:
-        arm: the first of the two.
+        arm: the first arm, from which the second one is subtracted.
         values: the differences, ordered by seed.
         margin: largest difference that is too small to matter.
         unit: of the values, such as "points".
@@ -208,7 +208,7 @@ class PrecisionSearchResult:
     lines = FormerName("lines", "code")
 
     def difference(self, name: str, other: str = "") -> Difference:
-        """Return the quality of an arm minus that of an ``other`` (its ``baseline`` by default), over common seeds."""
+        """Return the differences of quality between an arm and an ``other``, by default its baseline."""
         arm = self.arms[name]
         arm_results = self.results.get(name, {})
         baseline_results = self.results.get(other or arm.baseline, {})
@@ -307,17 +307,17 @@ class PrecisionSearchResult:
 
     def _bits_sentence(self) -> str:
         statics = {d.arm.bits: d for d in self._comparisons("static")}
-        chosen = statics[self.bits]
-        good_enough = chosen.mean >= -self.margin
-        if chosen.verdict == "unclear":
+        static = statics[self.bits]
+        good_enough = static.mean >= -self.margin
+        if static.verdict == "unclear":
             verdict = "perhaps as good as" if good_enough else "perhaps worse than"
-        elif chosen.verdict == "worse than" and good_enough:
+        elif static.verdict == "worse than" and good_enough:
             verdict = "slightly worse than"
         else:
-            verdict = chosen.verdict
+            verdict = static.verdict
 
         float32 = "" if self.unit == "%" else f", which reaches {self._float32_text}"
-        text = f"With {self.bits} bits it is {verdict} in float32{float32} ({chosen})."
+        text = f"With {self.bits} bits it is {verdict} in float32{float32} ({static})."
         lower = [d for bits, d in statics.items() if bits < self.bits]
         if lower:
             next_lower = lower[0]
@@ -348,7 +348,7 @@ class PrecisionSearchResult:
         return " ".join(texts)
 
     def _schedule_comparison(self, schedules: list[Difference]) -> str:
-        """Compare schedules with static precision of the same cost, in two sentences."""
+        """Compare schedules with static precision of equal cost, in two sentences."""
         better = [d.arm.shape for d in schedules if d.verdict == "better than"]
         if better:
             verdict = f"{' and '.join(better)} is clearly better"
@@ -371,7 +371,7 @@ class PrecisionSearchResult:
 
     @property
     def _best_gradients(self) -> Difference | None:
-        """Comparison of the chosen gradient bits, None where gradients keep the most bits."""
+        """Comparison of the static gradient bits, None where gradients keep the most bits."""
         for comparison in self._comparisons("gradients", self.bits):
             if comparison.arm.q_grad == self.q_grad:
                 return comparison
@@ -492,14 +492,18 @@ class PrecisionSearchResult:
         """Numbers of trainings and seeds in words, with what limits the answer."""
         seed_counts = [len(by_seed) for by_seed in self.results.values()]
         trainings = sum(seed_counts)
-        fewest, most = min(seed_counts, default=0), max(seed_counts, default=0)
+        min_seeds, max_seeds = min(seed_counts, default=0), max(seed_counts, default=0)
 
         text = f"{trainings} training" if trainings == 1 else f"{trainings} trainings"
-        text += f", {fewest} to {most}" if fewest < most else f", {most}"
-        text += " seed" if most == 1 else " seeds"
+        text += (
+            f", {min_seeds} to {max_seeds}"
+            if min_seeds < max_seeds
+            else f", {max_seeds}"
+        )
+        text += " seed" if max_seeds == 1 else " seeds"
         if self.out_of_time:
             text += "; stopped before all was clear"
-        if most < MIN_SEEDS:
+        if max_seeds < MIN_SEEDS:
             text += "; nothing is clear with so few"
         return text
 
@@ -557,14 +561,14 @@ class PrecisionSearchResult:
         """Draw the arms of a series with error bars and labels."""
         names = [d.arm.name for d in self._comparisons(series.kind, series.bits)]
         to_float32 = [self.difference(name, FLOAT32_ARM) for name in names]
-        drawn = [d for d in to_float32 if d.values and math.isfinite(d.mean)]
+        finite = [d for d in to_float32 if d.values and math.isfinite(d.mean)]
 
         # schedules are moved aside, as their static precision would hide them
         aside = 0.012 if series.kind == "schedule" else 0.0
-        costs = [d.arm.cost + aside * (i + 1) for i, d in enumerate(drawn)]
-        means = [d.mean for d in drawn]
+        costs = [d.arm.cost + aside * (i + 1) for i, d in enumerate(finite)]
+        means = [d.mean for d in finite]
         halfwidths = [
-            d.ci_halfwidth() if len(d.values) >= MIN_SEEDS else 0.0 for d in drawn
+            d.ci_halfwidth() if len(d.values) >= MIN_SEEDS else 0.0 for d in finite
         ]
         ax.errorbar(
             costs,
@@ -577,7 +581,7 @@ class PrecisionSearchResult:
             linewidth=1,
             label=series.label,
         )
-        for difference, cost, mean in zip(drawn, costs, means, strict=True):
+        for difference, cost, mean in zip(finite, costs, means, strict=True):
             arm = difference.arm
             text_by_kind = {
                 "static": arm.name,

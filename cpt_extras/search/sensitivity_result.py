@@ -131,8 +131,8 @@ class Sensitivity:
             raise ValueError(
                 "one bit less in a role was not measured; ask for it: sensitivity(..., roles=True)"
             )
-        lost = self.in_groups if over == "layers" else self.in_roles
-        return np.array(lost) / (self.steps * self.added)
+        quality_lost = self.in_groups if over == "layers" else self.in_roles
+        return np.array(quality_lost) / (self.steps * self.added)
 
     def estimates(self, over: str) -> Array:
         """Return mean, low and high (95 %, Student's t over seeds) of the response of every place, (3, places)."""
@@ -299,7 +299,7 @@ class Sensitivity:
 
     def _table_rows(self, over: str) -> list[str]:
         """Return a line of text for every place."""
-        lost = np.mean(self._lost_by_place_kind[over], axis=0)
+        quality_lost = np.mean(self._lost_by_place_kind[over], axis=0)
         mean, low, high = self.estimates(over)
         uniform = self.uniform_response(over)
         weights = np.full(len(mean), np.nan)
@@ -309,7 +309,9 @@ class Sensitivity:
         rows = []
         for i, place in enumerate(self.places(over)):
             interval = f"{mean[i]:.4g} [{low[i]:.4g}, {high[i]:.4g}]"
-            row = f"{place:<24} {lost[i]:9.4g} {interval:>32} {weights[i]:10.4g}"
+            row = (
+                f"{place:<24} {quality_lost[i]:9.4g} {interval:>32} {weights[i]:10.4g}"
+            )
             if weights[i] <= FLOOR * uniform[i] * (1 + 1e-9):
                 row += " floor"
             if np.isnan(mean[i]):
@@ -325,7 +327,7 @@ class Sensitivity:
             "layers": self.in_groups,
             "roles": self.in_roles,
         }
-        return {over: lost for over, lost in measurements.items() if lost}
+        return {over: losses for over, losses in measurements.items() if losses}
 
     def places(self, over: str) -> list[str]:
         """Return the names of the windows, groups or roles."""
