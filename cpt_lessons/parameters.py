@@ -57,13 +57,13 @@ def _is_budget(value: Any) -> bool:
 NOTEBOOK_PARAMETERS: dict[str, Parameter] = {
     **experiment_parameters.PARAMETERS,
     "dataset": data_parameter(
-        experiment_parameters.DATASETS,
+        experiment_parameters.DATASET_NAMES,
         "or your own data: a folder such as 'my-images/', or .npz archives",
         can_be_empty=True,  # where there are sentence pairs instead
     ),
     "pairs": data_parameter(PAIRS, _PAIRS_ALLOWED, can_be_empty=True),
     "graph": data_parameter(
-        tuple(EXPERIMENTS["graph"].named), _GRAPH_ALLOWED, can_be_empty=True
+        tuple(EXPERIMENTS["graph"].named_datasets), _GRAPH_ALLOWED, can_be_empty=True
     ),
     "budget": Parameter(
         "float",

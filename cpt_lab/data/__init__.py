@@ -27,7 +27,7 @@ def _list_downloads() -> dict[str, str]:
     """Return the task of every data set and pretrained model that can be downloaded."""
     tasks = {}
     for task, experiment in EXPERIMENTS.items():
-        for dataset in experiment.named.values():
+        for dataset in experiment.named_datasets.values():
             if not dataset.embedded:
                 tasks[dataset.name] = task
         tasks |= dict.fromkeys(experiment.weights, task)

@@ -379,7 +379,7 @@ def _find_files(dataset: str, report: DataReport) -> _VocFiles:
         train=_list_voc_files(train),
         test=_list_voc_files(test),
         classes=VOC_CLASSES,
-        title=EXPERIMENT.named[dataset].title,
+        title=EXPERIMENT.named_datasets[dataset].title,
         folder=data_dir(),
     )
 
@@ -510,7 +510,7 @@ def random_detection(recipe: DetectionRecipe) -> DetectionData:
     """
     if is_own(recipe.dataset):
         return load_detection(recipe)
-    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    sizes = EXPERIMENT.named_datasets[recipe.dataset].sizes
     h, w = sizes.get("height", recipe.size), sizes.get("width", recipe.size)
     pixels = torch.randint(
         0,

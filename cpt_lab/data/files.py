@@ -83,7 +83,7 @@ def data_paths(recipe: Recipe) -> list[Path]:
             recipe.dataset.split(",") if ".npz," in recipe.dataset else [recipe.dataset]
         )
         return [own_path(part) for part in parts]
-    named = EXPERIMENTS[recipe.task].named[recipe.dataset]
+    named = EXPERIMENTS[recipe.task].named_datasets[recipe.dataset]
     return [data_dir() / name for name in named.folders if (data_dir() / name).exists()]
 
 
@@ -130,7 +130,7 @@ def check_data(recipe: Recipe) -> None:
     experiment = EXPERIMENTS[recipe.task]
     experiment.check_dataset(recipe.dataset)
     if not is_own(recipe.dataset):
-        if experiment.named[recipe.dataset].folders and not data_paths(recipe):
+        if experiment.named_datasets[recipe.dataset].folders and not data_paths(recipe):
             raise missing_data_error(recipe.dataset)
         return
     for path in data_paths(recipe):

@@ -411,7 +411,7 @@ def read_ogb(recipe: GraphRecipe, report: DataReport | None = None) -> RawGraph:
         raise missing_data_error(name)
     *unused_folders, folder = folders
     try:
-        graph = read_ogb_folder(folder, EXPERIMENT.named[name].title, report)
+        graph = read_ogb_folder(folder, EXPERIMENT.named_datasets[name].title, report)
     except ValueError as error:
         raise ValueError(
             f"{error}; get it anew with: {command(f'download {name}')}"
@@ -443,7 +443,7 @@ def download(name: str, language: str = "") -> Path:
         ImportError: without the libraries of the extra ``graph``.
     """
     ogb_evaluator(name)  # without its library there would be no use for the data
-    folder = data_dir() / EXPERIMENT.named[name].folders[0]
+    folder = data_dir() / EXPERIMENT.named_datasets[name].folders[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
     checksum_file = folder.with_name(f"{folder.name}.sha256")
     with tempfile.TemporaryDirectory(

@@ -151,7 +151,7 @@ def _read_raw(recipe: GraphRecipe, report: DataReport) -> RawGraph:
     EXPERIMENT.check_dataset(dataset)
     if dataset == "digits-graph":
         return read_digits(report)
-    if dataset in EXPERIMENT.named:
+    if dataset in EXPERIMENT.named_datasets:
         return read_ogb(recipe, report)
     path = own_path(dataset)
     if path.suffix == ".npz":
@@ -306,9 +306,9 @@ def random_graph(recipe: GraphRecipe) -> GraphData:
 
     The user's own graph is loaded instead.
     """
-    if recipe.dataset not in EXPERIMENT.named:
+    if recipe.dataset not in EXPERIMENT.named_datasets:
         return load_graph(recipe)
-    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    sizes = EXPERIMENT.named_datasets[recipe.dataset].sizes
     nodes, edges, features, classes = (
         sizes[name] for name in ("nodes", "edges", "features", "classes")
     )

@@ -209,9 +209,9 @@ def random_images(recipe: ImageRecipe) -> ImageData:
 
     There is one batch for training and one for testing. The user's own images are loaded instead.
     """
-    if recipe.dataset not in EXPERIMENT.named:
+    if recipe.dataset not in EXPERIMENT.named_datasets:
         return load_images(recipe)
-    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    sizes = EXPERIMENT.named_datasets[recipe.dataset].sizes
     classes, channels = sizes["classes"], sizes["channels"]
     generator = seeded_generator(0)
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
@@ -362,7 +362,7 @@ def _load_cifar(name: str) -> _Loaded:
     return _Loaded(
         to_array_images(train),
         to_array_images(test),
-        EXPERIMENT.named[name].title,
+        EXPERIMENT.named_datasets[name].title,
         CIFAR_MEAN,
         CIFAR_STD,
         list(train.classes),
@@ -402,7 +402,7 @@ def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
             f"imagenet is not in {folder}; put the three official archives there (see "
             f"data/cards/imagenet.md), then run: {command('download imagenet')}"
         ) from error
-    title = EXPERIMENT.named[recipe.dataset].title
+    title = EXPERIMENT.named_datasets[recipe.dataset].title
     report.add(
         "read",
         f"{title}: {len(train):,} training and {len(test):,} test images, as torchvision reads them",

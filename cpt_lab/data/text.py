@@ -150,7 +150,7 @@ def _load_texts(
     report_unread(report, data_dir() / "ptb", list(files.values()), NOT_A_TEXT)
     return {
         split: _read(path, report) for split, path in files.items()
-    }, EXPERIMENT.named["ptb"].title
+    }, EXPERIMENT.named_datasets["ptb"].title
 
 
 def _check_penn_treebank(counts: dict[str, int]) -> None:

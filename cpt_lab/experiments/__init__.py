@@ -1,1 +1,1 @@
-"""What the paper runs: data sets, settings and metric of every task, designs of experiments, grids.  No torch."""
+"""Experiments of the paper: data sets, recipes and metric of every task, designs, grids.  Needs no torch."""

@@ -76,11 +76,13 @@ def quality_cost(
             "seeds": seeds,
         },
     )
-    found = recipe(scale, dataset, model, preset, task or "image")
-    r = _changed(found, task, _with_learning_rate(changes, learning_rate))
+    base_recipe = recipe(scale, dataset, model, preset, task or "image")
+    r = _replace_fields(base_recipe, task, _with_learning_rate(changes, learning_rate))
     if q_grad is None and preset == "authors" and r.dataset.startswith("cifar"):
         q_grad = 8  # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
-    tops = _tops(q_max if q_max is not None else (6, 8) if scale == "paper" else (8,))
+    if q_max is None:
+        q_max = (6, 8) if scale == "paper" else (8,)
+    tops = _q_max_values(q_max)
     if static_bits is not None:
         _check_static_bits(static_bits, tops)
     specs = []
@@ -89,15 +91,17 @@ def quality_cost(
             raise ValueError(
                 f"q_min: expected an integer from 1 to q_max = {top}, got {r.q_min}"
             )
-        usual = _usual_static_bits(scale, top) if static_bits is None else static_bits
-        statics = [f"static {bits}" for bits in usual if bits <= top]
+        arm_bits = (
+            _default_static_bits(scale, top) if static_bits is None else static_bits
+        )
+        statics = [f"static {bits}" for bits in arm_bits if bits <= top]
         for arm in (*schedules, *statics):
             for lr in getattr(r, "learning_rates", ()) or (r.lr,):
-                at = replace(r, lr=lr)
+                arm_recipe = replace(r, lr=lr)
                 for seed in r.seeds if seeds is None else seeds:
                     specs.append(
                         run_spec(
-                            at,
+                            arm_recipe,
                             arm,
                             q_max=top,
                             seed=seed,
@@ -109,8 +113,8 @@ def quality_cost(
     return specs
 
 
-def _usual_static_bits(scale: str, q_max: int) -> tuple[int, ...]:
-    """Return the static precisions that a scale trains beside the schedules."""
+def _default_static_bits(scale: str, q_max: int) -> tuple[int, ...]:
+    """Return the default static precisions of a scale."""
     if scale == "smoke":
         return (2, q_max)
     if scale == "paper":
@@ -118,7 +122,7 @@ def _usual_static_bits(scale: str, q_max: int) -> tuple[int, ...]:
     return tuple(range(2, q_max + 1))
 
 
-def _tops(q_max: Iterable[int]) -> list[int]:
+def _q_max_values(q_max: Iterable[int]) -> list[int]:
     """Return the values of q_max, each once; ValueError for none, and for what is no number of bits."""
     tops = list(dict.fromkeys(check_bits("q_max", top) for top in q_max))
     if not tops:
@@ -158,7 +162,7 @@ def aggregation(
     *,
     q_max: Sequence[int] = (8,),
     static_bits: Sequence[int] | None = None,
-    **given: Any,
+    **choices: Any,
 ) -> list[RunSpec]:
     """Return the runs that compare FP-Agg with Q-Agg at static precision: both at every q_max, 3 seeds.
 
@@ -178,7 +182,7 @@ def aggregation(
                 "schedules": (),
                 "static_bits": bits,
                 "q_max": (top,),
-                **given,
+                **choices,
             }
             specs += quality_cost(scale, dataset, model, aggregation=kind, **settings)
     return specs
@@ -188,14 +192,14 @@ def q_agg(
     scale: str = "demo",
     dataset: str = "digits-graph",
     model: str | None = None,
-    **given: Any,
+    **choices: Any,
 ) -> list[RunSpec]:
     """Return the runs of ``quality_cost`` with Q-Agg: neighbours are summed at low precision too.
 
     Paper: section 4.3, the Q-Agg half of figure 6.
     """
     return quality_cost(
-        scale, dataset, model, **{"task": "graph", **given}, aggregation="quantized"
+        scale, dataset, model, **{"task": "graph", **choices}, aggregation="quantized"
     )
 
 
@@ -205,7 +209,7 @@ def fanout(
     model: str | None = None,
     *,
     fanouts: Sequence[int] = (8, 16, 32, 64),
-    **given: Any,
+    **choices: Any,
 ) -> list[RunSpec]:
     """Return the runs that compare numbers of sampled neighbours at static 8 bits, with FP-Agg and with Q-Agg.
 
@@ -218,7 +222,7 @@ def fanout(
     specs = [
         s
         for n in fanouts
-        for s in aggregation(scale, dataset, model, fanout=n, **given)
+        for s in aggregation(scale, dataset, model, fanout=n, **choices)
     ]
     if any(not s.recipe.batch for s in specs):
         raise ValueError(
@@ -233,7 +237,7 @@ def cycles(
     model: str | None = None,
     *,
     n_cycles: Sequence[int] | int | None = None,
-    **given: Any,
+    **choices: Any,
 ) -> list[RunSpec]:
     """Return the runs that compare numbers of cycles: the schedules that are not triangular, which need an even number.
 
@@ -244,32 +248,30 @@ def cycles(
 
     Paper: section 4.4 (one and two cycles on XNLI).
     """
-    repeated = [name for name, entry in SUITE.items() if not entry.triangular]
-    given = {"schedules": repeated, "static_bits": (), **given}
-    counts = (
-        (1, 2)
-        if n_cycles is None
-        else (n_cycles,)
-        if isinstance(n_cycles, int)
-        else n_cycles
-    )
+    schedules = [name for name, entry in SUITE.items() if not entry.triangular]
+    choices = {"schedules": schedules, "static_bits": (), **choices}
+    if n_cycles is None:
+        n_cycles = (1, 2)
+    counts = (n_cycles,) if isinstance(n_cycles, int) else n_cycles
     return [
         s
         for n in counts
-        for s in quality_cost(scale, dataset, model, n_cycles=n, **given)
+        for s in quality_cost(scale, dataset, model, n_cycles=n, **choices)
     ]
 
 
-def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe:
+def _replace_fields(
+    base_recipe: Recipe, task: str | None, changes: dict[str, Any]
+) -> Recipe:
     """Return a recipe with other values for some fields; ValueError for another task or unknown fields."""
-    if task is not None and found.task != task:
+    if task is not None and base_recipe.task != task:
         raise ValueError(
-            f"dataset {found.dataset!r} is for task {found.task!r}, not {task!r}"
+            f"dataset {base_recipe.dataset!r} is for task {base_recipe.task!r}, not {task!r}"
         )
-    unknown = sorted(set(changes) - set(asdict(found)))
+    unknown = sorted(set(changes) - set(asdict(base_recipe)))
     if unknown:
         raise ValueError(
-            f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(found))}"
+            f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(base_recipe))}"
         )
     changes = {
         name: v
@@ -277,10 +279,10 @@ def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe
         if v is not None or name not in RECIPE_PARAMETERS
     }
     if "lr" in changes and hasattr(
-        found, "learning_rates"
+        base_recipe, "learning_rates"
     ):  # nothing is left to be chosen
         changes = {"learning_rates": (), **changes}
-    return replace(found, **changes)
+    return replace(base_recipe, **changes)
 
 
 def deficit_scan(
@@ -346,8 +348,8 @@ def deficit_scan(
         raise ValueError(
             f"preset: expected 'ours', which in section 5 are the authors' settings, got {preset!r}"
         )
-    found, settings = deficits(scale, dataset, model, task or "image")
-    r = _changed(found, task, _with_learning_rate(changes, learning_rate))
+    base_recipe, settings = deficits(scale, dataset, model, task or "image")
+    r = _replace_fields(base_recipe, task, _with_learning_rate(changes, learning_rate))
     if deficit_bits is not None:
         if changes.get("q_min") is not None:
             raise ValueError(
@@ -361,20 +363,20 @@ def deficit_scan(
     )
     lengths = [
         check_int("deficit_lengths", n, 0)
-        for n in _given_or(deficit_lengths, settings.lengths)
+        for n in _value_or_default(deficit_lengths, settings.lengths)
     ]
     window = settings.window or total // 2
     if deficit_window is not None:
         window = check_int("deficit_window", deficit_window, 1)
     starts = [
         check_int("deficit_starts", n, 0)
-        for n in _given_or(deficit_starts, settings.starts)
+        for n in _value_or_default(deficit_starts, settings.starts)
     ]
     for start in starts:
         _check_window(start, window, total)
 
     specs = []
-    for top in _tops(q_max):
+    for top in _q_max_values(q_max):
         if r.q_min > top:
             raise ValueError(
                 f"deficit_bits: expected an integer from 1 to q_max = {top}, got {r.q_min}"
@@ -384,22 +386,26 @@ def deficit_scan(
         ] = {}  # a run that two experiments share is listed once
         for rule in dict.fromkeys(decay):
             decayed = replace(r, **r.decay_fields(rule))
-            for at, deficit in [
-                *_lengths(decayed, lengths, settings.lr_after, controls),
-                *_windows(replace(decayed, steps=total), starts, window, controls),
+            for arm_recipe, deficit in [
+                *_arms_by_length(decayed, lengths, settings.lr_after, controls),
+                *_arms_by_window(
+                    replace(decayed, steps=total), starts, window, controls
+                ),
             ]:
-                schedule = DeficitSchedule(r.q_min, top, deficit, at.steps)
-                arms[at, schedule] = _deficit_name(schedule, settings)
-        for (at, schedule), name in arms.items():
+                schedule = DeficitSchedule(r.q_min, top, deficit, arm_recipe.steps)
+                arms[arm_recipe, schedule] = _deficit_name(schedule, settings)
+        for (arm_recipe, schedule), name in arms.items():
             for seed in r.seeds if seeds is None else seeds:
                 specs.append(
-                    RunSpec(at, schedule, top, q_grad or top, seed, name, scale)
+                    RunSpec(arm_recipe, schedule, top, q_grad or top, seed, name, scale)
                 )
     return specs
 
 
-def _given_or(given: Sequence[int] | None, usual: Sequence[int]) -> Sequence[int]:
-    return usual if given is None else given
+def _value_or_default(
+    value: Sequence[int] | None, default: Sequence[int]
+) -> Sequence[int]:
+    return default if value is None else value
 
 
 def _check_window(start: int, window: int, total: int) -> None:
@@ -413,30 +419,31 @@ def _check_window(start: int, window: int, total: int) -> None:
         )
 
 
-def _lengths(
+def _arms_by_length(
     r: Recipe, lengths: Sequence[int], lr_after: bool, controls: bool
 ) -> list[tuple[Recipe, tuple[tuple[int, int], ...]]]:
     """Return recipes and windows of deficits at the start, and of their controls."""
     arms: list[tuple[Recipe, tuple[tuple[int, int], ...]]] = []
     for length in lengths:
-        at = replace(r, steps=length + r.steps)
-        if lr_after and isinstance(at, ImageRecipe):
-            at = replace(
-                at,
+        arm_recipe = replace(r, steps=length + r.steps)
+        if lr_after and isinstance(arm_recipe, ImageRecipe):
+            arm_recipe = replace(
+                arm_recipe,
                 milestones=tuple(
-                    (length + m * r.steps) / at.steps for m in at.milestones
+                    (length + m * r.steps) / arm_recipe.steps
+                    for m in arm_recipe.milestones
                 ),
             )
         if controls or not length:
-            arms.append((at, ()))
+            arms.append((arm_recipe, ()))
         if length:
-            arms.append((at, ((0, length),)))
+            arms.append((arm_recipe, ((0, length),)))
         if length and controls:
-            arms.append((at, ((r.steps, at.steps),)))
+            arms.append((arm_recipe, ((r.steps, arm_recipe.steps),)))
     return arms
 
 
-def _windows(
+def _arms_by_window(
     r: Recipe, starts: Sequence[int], window: int, controls: bool
 ) -> list[tuple[Recipe, tuple[tuple[int, int], ...]]]:
     """Return recipes and windows of deficits within a training of fixed length, and of their controls."""
@@ -484,7 +491,7 @@ def equal_cost(
     seeds: Sequence[int] | None = None,
     **changes: Any,
 ) -> list[RunSpec]:
-    """Return runs that cost the same number of bit operations, spent in different ways, and static ``q_max`` in full.
+    """Return runs of equal bit operations, spent in different ways, and static ``q_max``.
 
     With the cost of RR, or of RR's profile bent to ``budget``: that schedule; the same profile delayed, and bent until
     it costs the same; ER, static ``q_max`` and the lowest static precision that costs at least 95 % of RR per step,
@@ -502,10 +509,10 @@ def equal_cost(
     Paper: section 5 (the closing remark on delays).
     """
     check_types(equal_cost, {"seeds": seeds, "q_max": q_max})
-    found = recipe(scale, dataset, model, task=task or "image")
-    r = _changed(found, task, _with_learning_rate(changes, learning_rate))
+    base_recipe = recipe(scale, dataset, model, task=task or "image")
+    r = _replace_fields(base_recipe, task, _with_learning_rate(changes, learning_rate))
     specs = []
-    for top in _tops(q_max):
+    for top in _q_max_values(q_max):
         for spec in _equal_cost_arms(r, scale, budget, delay, top):
             specs += [
                 replace(spec, seed=seed)
@@ -527,8 +534,8 @@ def _equal_cost_arms(
     def price(spec: RunSpec) -> float:
         return spec.schedule.relative_cost(q_max=q_max)
 
-    def make(arm: str, at: Recipe = r) -> RunSpec:
-        return run_spec(at, arm, q_max=q_max, seed=0, scale=scale)
+    def make(arm: str, arm_recipe: Recipe = r) -> RunSpec:
+        return run_spec(arm_recipe, arm, q_max=q_max, seed=0, scale=scale)
 
     def bent(schedule: Schedule, arm: str) -> RunSpec:
         return RunSpec(r, schedule, q_max, q_max, 0, arm, scale)
@@ -536,9 +543,9 @@ def _equal_cost_arms(
     def stopped(arm: str) -> RunSpec:
         steps = r.steps
         while (
-            each := price(spec := make(arm, replace(r, steps=steps)))
-        ) * steps > spent + 1e-9:
-            steps = min(steps - 1, int(spent / each))
+            step_cost := price(spec := make(arm, replace(r, steps=steps)))
+        ) * steps > budget_in_steps + 1e-9:
+            steps = min(steps - 1, int(budget_in_steps / step_cost))
         return (
             spec
             if steps == r.steps
@@ -549,7 +556,7 @@ def _equal_cost_arms(
         make("RR") if budget is None else bent(solved(budget), f"RR at {budget:.3f}")
     )
     level = price(first)
-    spent = level * r.steps
+    budget_in_steps = level * r.steps
     static = next(
         b
         for b in range(r.q_min, q_max + 1)
@@ -591,7 +598,7 @@ def execution(
     check_types(execution, {"seeds": seeds})
     r = recipe(scale, dataset, model, task=task or "image")
     changes = _with_learning_rate(changes, learning_rate)
-    r = _changed(
+    r = _replace_fields(
         r,
         task,
         {"evaluate_every": max(1, (changes.get("steps") or r.steps) // 10), **changes},

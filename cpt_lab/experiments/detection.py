@@ -121,7 +121,7 @@ EXPERIMENT = Experiment(
         Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0, worst=lambda _: 0.0),
         Metric("map", "test mAP, COCO (%)", "%", 100.0, worst=lambda _: 0.0),
     ),
-    own="own-pictures",
+    user_data_like="own-pictures",
     card="own-pictures.md",
     needs="boxes in Pascal VOC's layout",
     layouts=tuple(

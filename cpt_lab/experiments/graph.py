@@ -104,7 +104,7 @@ ARXIV = GraphRecipe(
 
 # Differs: batches of 1,024 nodes, weight decay 1e-4 and test nodes whose neighbours are sampled too are the authors'
 # code's; the paper's text gives none of them (``inference="exact"`` takes all neighbours).
-PRODUCTS = GraphRecipe(
+OGBN_PRODUCTS = GraphRecipe(
     task="graph",
     dataset="ogbn-products",
     model="sage",
@@ -133,7 +133,7 @@ GRAPH_DEMO = replace(
 )
 
 SAGE_DEMO = replace(
-    PRODUCTS,
+    OGBN_PRODUCTS,
     steps=120,
     batch=512,
     lr=1e-2,
@@ -195,14 +195,14 @@ DEFICITS_OWN = Deficits(
     window_steps=96,
 )
 
-DEFICITS_DIGITS_SMOKE = Deficits(
+DEFICITS_DIGITS_GRAPH_SMOKE = Deficits(
     dict(weight_decay=0.0, evaluate_every=10),
     lengths=(0, 20),
     windows=((0, 20),),
     window_steps=40,
 )
 
-DESIGNS = {
+GRAPH_DESIGNS = {
     "aggregation": "figure_5",
     "q_agg": "figure_6",
     "deficit_length": "figure_8",
@@ -214,7 +214,7 @@ EXPERIMENT = Experiment(
     task="cpt_lab.tasks.graph:GraphTask",
     metrics=(ACCURACY,),
     artefact="figure_6",
-    own="own-graph",
+    user_data_like="own-graph",
     card="own-graphs.md",
     needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
     layouts=(
@@ -240,8 +240,8 @@ EXPERIMENT = Experiment(
                 ),
                 "demo": (DIGITS_GCN, DIGITS_SAGE),
             },
-            deficits={"smoke": {"gcn": DEFICITS_DIGITS_SMOKE}},
-            designs={**DESIGNS, "equal_cost": "section_5"},
+            deficits={"smoke": {"gcn": DEFICITS_DIGITS_GRAPH_SMOKE}},
+            designs={**GRAPH_DESIGNS, "equal_cost": "section_5"},
             sizes={"nodes": 1_797, "edges": 10_000, "features": 64, "classes": 10},
         ),
         Dataset(
@@ -251,7 +251,7 @@ EXPERIMENT = Experiment(
             like="own-graph",
             authors=AUTHORS_ARXIV,
             deficits={"paper": {"gcn": DEFICITS_ARXIV}},
-            designs=DESIGNS,
+            designs=GRAPH_DESIGNS,
             sizes={
                 "nodes": 169_343,
                 "edges": 1_166_243,
@@ -263,7 +263,7 @@ EXPERIMENT = Experiment(
         Dataset(  # random data has a tenth of its nodes: enough for the time and memory of a batch
             "ogbn-products",
             "OGBN-Products",
-            recipes={"paper": (PRODUCTS,)},
+            recipes={"paper": (OGBN_PRODUCTS,)},
             like="own-graph",
             authors=AUTHORS_PRODUCTS,
             designs={
@@ -291,7 +291,7 @@ EXPERIMENT = Experiment(
                     ),
                 ),
                 "demo": (GRAPH_DEMO, SAGE_DEMO),
-                "paper": (ARXIV, PRODUCTS),
+                "paper": (ARXIV, OGBN_PRODUCTS),
             },
             deficits={"demo": {"gcn": DEFICITS_OWN}},
         ),

@@ -1,4 +1,4 @@
-"""Which runs a figure of the paper needs: a function per kind of artefact, a name per grid.  Needs no torch.
+"""Grids: the runs of every figure and table of the paper, by name.  Needs no torch.
 
 >>> len(grid_specs("cifar10/resnet74"))
 66
@@ -26,7 +26,7 @@ class Grid:
     """A named list of runs: one panel of a figure, or one part of a table."""
 
     artefact: str  # of the paper, such as "figure_3"
-    about: str  # what it is, and how many runs the paper has
+    description: str  # what it is, and how many runs the paper has
     make: Callable[..., list[RunSpec]]  # (scale, **choices) -> specs
     scales: tuple[str, ...]  # at which it exists, the one to take first
     choices: tuple[str, ...] = (
@@ -34,9 +34,9 @@ class Grid:
     )  # the parameters that may be given other values
 
 
-_OF_ALL = ("dataset", "model", "steps", "learning_rate", "q_max", "seeds")
-_OF_FIGURES = ("preset", "schedules", "static_bits", "q_min", "q_grad", "n_cycles")
-_OF_DEFICITS = (
+_COMMON_CHOICES = ("dataset", "model", "steps", "learning_rate", "q_max", "seeds")
+_FIGURE_CHOICES = ("preset", "schedules", "static_bits", "q_min", "q_grad", "n_cycles")
+_DEFICIT_CHOICES = (
     "deficit_bits",
     "deficit_lengths",
     "deficit_starts",
@@ -48,10 +48,10 @@ _OF_DEFICITS = (
 
 # function of ``designs`` -> the parameters that it takes; those that are not named here take the parameters of a figure
 CHOICES: dict[str, tuple[str, ...]] = {
-    "deficit_scan": _OF_ALL + _OF_DEFICITS,
-    "deficit_length": _OF_ALL + _OF_DEFICITS,
-    "deficit_window": _OF_ALL + _OF_DEFICITS,
-    "equal_cost": (*_OF_ALL, "q_min", "n_cycles"),
+    "deficit_scan": _COMMON_CHOICES + _DEFICIT_CHOICES,
+    "deficit_length": _COMMON_CHOICES + _DEFICIT_CHOICES,
+    "deficit_window": _COMMON_CHOICES + _DEFICIT_CHOICES,
+    "equal_cost": (*_COMMON_CHOICES, "q_min", "n_cycles"),
     "execution": (
         "dataset",
         "model",
@@ -65,10 +65,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _choices(design: str) -> tuple[str, ...]:
-    return CHOICES.get(design, _OF_ALL + _OF_FIGURES)
+    return CHOICES.get(design, _COMMON_CHOICES + _FIGURE_CHOICES)
 
 
-DESIGNS: dict[
+GRID_DESIGNS: dict[
     str, tuple[Callable[..., list[RunSpec]], str]
 ] = {  # beside quality against cost
     "aggregation": (designs.aggregation, "FP-Agg and Q-Agg at static 8 bits"),
@@ -117,9 +117,9 @@ def _without_warnings(
 
 
 def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
-    """One grid for every data set and model that has a recipe, with the scales it has."""
+    """Yield a grid of quality against cost for every data set and model with a recipe."""
     for experiment in EXPERIMENTS.values():
-        for d in experiment.named.values():
+        for d in experiment.named_datasets.values():
             for model, recipes in _models(d).items():
                 largest, *_ = recipes.values()
                 runs = (
@@ -129,44 +129,44 @@ def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
                 )
                 if rates := len(getattr(largest, "learning_rates", ())):
                     runs += f", each at {rates} learning rates: {66 * rates} in all"
-                about, make = (
-                    f"{d.about}, {model}; {runs}",
+                description, make = (
+                    f"{d.description}, {model}; {runs}",
                     _make(designs.quality_cost, d.name, model),
                 )
                 takes = _choices("quality_cost")
                 yield (
                     f"{d.name}/{model}",
-                    Grid(experiment.artefact, about, make, tuple(recipes), takes),
+                    Grid(experiment.artefact, description, make, tuple(recipes), takes),
                 )
 
 
 def _models(d: Dataset) -> dict[str, dict[str, Recipe]]:
     """Return the models of a data set with their recipes by scale, the largest scale first."""
-    found: dict[str, dict[str, Recipe]] = {}
+    recipes_by_model: dict[str, dict[str, Recipe]] = {}
     for scale in reversed(SCALES):
         for r in d.recipes.get(scale, ()):
-            found.setdefault(r.model, {})[scale] = r
-    return found
+            recipes_by_model.setdefault(r.model, {})[scale] = r
+    return recipes_by_model
 
 
 def _design_grids() -> Iterator[tuple[str, Grid]]:
-    """One grid for every further design of a data set, with its first model."""
+    """Yield a grid for every entry of ``Dataset.designs``, with the first model."""
     for d in DATASETS.values():
         for design, artefact in d.designs.items():
-            function, what = DESIGNS[design]
+            function, design_text = GRID_DESIGNS[design]
             model, recipes = next(iter(_models(d).items()))
             make = _make(function, d.name, model)
-            about = f"{d.about}, {model}: {what}"
+            description = f"{d.description}, {model}: {design_text}"
             yield (
                 f"{d.name}/{design}",
-                Grid(artefact, about, make, tuple(recipes), _choices(design)),
+                Grid(artefact, description, make, tuple(recipes), _choices(design)),
             )
 
 
 def _stand_in_grids() -> Iterator[tuple[str, Grid]]:
     """Yield the grids on stand-in data, with the first line of their function as description."""
     for name, stand_in in STAND_INS.items():
-        about = (
+        description = (
             (stand_in.function.__doc__ or "")
             .splitlines()[0]
             .removeprefix("Return the runs of ")
@@ -177,7 +177,7 @@ def _stand_in_grids() -> Iterator[tuple[str, Grid]]:
             name,
             Grid(
                 stand_in.artefact,
-                about,
+                description,
                 make,
                 (stand_in.scale,),
                 _choices(stand_in.design),
@@ -208,24 +208,26 @@ def studies(part: str) -> list[ModuleType]:
     return [import_module(f"cpt_lab.studies.{name}.{part}") for name in STUDIES]
 
 
-def _question(name: str, make: Callable[..., list[RunSpec]], about: str) -> Grid:
+def _question(name: str, make: Callable[..., list[RunSpec]], description: str) -> Grid:
     question = name.split("/")[0]
     return Grid(
         question,
-        f"preregistration, {question.upper()}: {about}",
+        f"preregistration, {question.upper()}: {description}",
         lambda scale, **c: make(**c),
         ("demo",),
     )
 
 
 # Models of digits, characters and synthetic sentence pairs whose products are computed in several ways.
-_EXECUTED = {
+_EXECUTION_MODELS = {
     "mlp6": "digits",
     "resnet8_w8": "digits",
     "lstm": "pydoc",
     "bert_small": "templates",
 }
-_WAYS = "CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
+_EXECUTION_ARMS = (
+    "CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
+)
 
 # Questions beyond the paper, those of docs/preregistration.md and how products are computed; a name or "h1" finds them.
 # Their runs are pooled with no others.
@@ -238,28 +240,30 @@ QUESTIONS: dict[str, Grid] = {
     **{
         f"execution/{model}": Grid(
             "execution",
-            f"{d}, {model}: {_WAYS}",
+            f"{d}, {model}: {_EXECUTION_ARMS}",
             _make(designs.execution, d, model),
             ("demo",),
             _choices("execution"),
         )
-        for model, d in _EXECUTED.items()
+        for model, d in _EXECUTION_MODELS.items()
     },
 }
 
 
 def find_grids(name: str | None = None) -> dict[str, Grid]:
     """Return the grids of a name or of an artefact such as "figure_3" or "h1"; of no name all, the paper's first."""
-    known = {**GRIDS, **QUESTIONS}
-    found = {
-        key: grid for key, grid in known.items() if name in (None, key, grid.artefact)
+    all_grids = {**GRIDS, **QUESTIONS}
+    matches = {
+        key: grid
+        for key, grid in all_grids.items()
+        if name in (None, key, grid.artefact)
     }
-    if not found:
-        names = [*known, *sorted({grid.artefact for grid in known.values()})]
+    if not matches:
+        names = [*all_grids, *sorted({grid.artefact for grid in all_grids.values()})]
         raise ValueError(
             f"no grid {name!r}; {suggest_names(name, names)}; `plan` lists them all"
         )
-    return found
+    return matches
 
 
 def grid_specs(
@@ -288,9 +292,9 @@ def grid_specs(
         raise ValueError(
             f"grid {name!r} has no scale {scale!r}; {suggest_names(scale, grid.scales)}"
         )
-    given = choices if seeds is None else {"seeds": seeds, **choices}
-    check_choices({name: grid}, given)
-    return grid.make(scale or grid.scales[0], **given)
+    values = choices if seeds is None else {"seeds": seeds, **choices}
+    check_choices({name: grid}, values)
+    return grid.make(scale or grid.scales[0], **values)
 
 
 @dataclass(frozen=True)
@@ -320,19 +324,19 @@ class Selection:
             ValueError: for parameters that a grid does not take, wrong values, and when no run is selected.
         """
         check_choices(grids, self.choices)
-        made = {}
+        specs_by_grid = {}
         for name, grid in grids.items():
             if scale is None or scale in grid.scales:
-                made[name] = grid.make(scale or grid.scales[0], **self.choices)
+                specs_by_grid[name] = grid.make(scale or grid.scales[0], **self.choices)
         if not self.arms and not self.savings:
-            return {name: specs for name, specs in made.items() if specs}
-        every_spec = [spec for specs in made.values() for spec in specs]
+            return {name: specs for name, specs in specs_by_grid.items() if specs}
+        every_spec = [spec for specs in specs_by_grid.values() for spec in specs]
         keys = {spec.key for spec in select(every_spec, self.arms, self.savings)}
-        found = {
+        selected = {
             name: [spec for spec in specs if spec.key in keys]
-            for name, specs in made.items()
+            for name, specs in specs_by_grid.items()
         }
-        return {name: specs for name, specs in found.items() if specs}
+        return {name: specs for name, specs in selected.items() if specs}
 
 
 def check_choices(grids: Mapping[str, Grid], choices: Mapping[str, Any]) -> None:
@@ -377,15 +381,15 @@ def select(
         ("savings", savings, lambda spec: savings_of(spec.arm)),
     ]
     selected = list(specs)
-    for name, wanted, value_of in filters:
-        there = list(dict.fromkeys(map(value_of, specs)))
-        for value in wanted:
-            if value not in there:
+    for name, allowed, value_of in filters:
+        available = list(dict.fromkeys(map(value_of, specs)))
+        for value in allowed:
+            if value not in available:
                 raise ValueError(
-                    f"no {name} {value!r} in this grid; {suggest_names(value, there)}"
+                    f"no {name} {value!r} in this grid; {suggest_names(value, available)}"
                 )
-        if wanted:
-            selected = [spec for spec in selected if value_of(spec) in wanted]
+        if allowed:
+            selected = [spec for spec in selected if value_of(spec) in allowed]
     if not selected:
         raise ValueError(
             f"no run has one of the arms {', '.join(arms)} and savings {', '.join(savings)}"

@@ -141,7 +141,7 @@ EXPERIMENT = Experiment(
     artefact="figure_7",
     metrics=(PERPLEXITY,),
     outputs=known_words,
-    own="ptb",
+    user_data_like="ptb",
     card="own-text.md",
     layouts=(
         "*train.txt *val*.txt|*dev.txt *test.txt",

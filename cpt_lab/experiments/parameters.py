@@ -77,16 +77,16 @@ def names_parameter(names: Iterable[str]) -> Parameter:
 
 
 def data_parameter(
-    names: Sequence[str], own: str, can_be_empty: bool = False
+    names: Sequence[str], user_data: str, can_be_empty: bool = False
 ) -> Parameter:
-    """Return a parameter that is a named data set, or files of the user's own, described by ``own``."""
+    """Return a parameter that is a named data set, or files of the user's own, described by ``user_data``."""
 
     def accepts(value: Any) -> bool:
         if not isinstance(value, str):
             return False
         return value in names or is_own(value) or (can_be_empty and not value)
 
-    return Parameter("str", f"one of {', '.join(names)}, {own}", accepts)
+    return Parameter("str", f"one of {', '.join(names)}, {user_data}", accepts)
 
 
 def whole_parameter(low: int, high: int, optional: bool = False) -> Parameter:
@@ -116,14 +116,15 @@ def _is_positive_number(value: Any) -> bool:
     )
 
 
-PAIRS = tuple(EXPERIMENTS["entailment"].named)
+PAIRS = tuple(EXPERIMENTS["entailment"].named_datasets)
 # Sentence pairs have a parameter of their own beside a text; as ``dataset`` they are allowed, too.
-DATASETS = tuple(name for e in EXPERIMENTS.values() for name in e.named)
+DATASET_NAMES = tuple(name for e in EXPERIMENTS.values() for name in e.named_datasets)
 
 PARAMETERS: dict[str, Parameter] = {
     "scale": names_parameter(SCALES),
     "dataset": data_parameter(
-        DATASETS, "or your own data: a folder such as 'my-images/', or .npz archives"
+        DATASET_NAMES,
+        "or your own data: a folder such as 'my-images/', or .npz archives",
     ),
     "model": Parameter(
         "str",
@@ -169,16 +170,16 @@ def checked(
         ValueError: for an unknown name or a wrong value; it says what is allowed.
     """
     if name not in parameters:
-        listed = ", ".join(parameters)
+        names = ", ".join(parameters)
         raise ValueError(
-            f"unknown parameter {name!r}{did_you_mean(name, parameters)} There is {listed}"
+            f"unknown parameter {name!r}{did_you_mean(name, parameters)} There is {names}"
         )
-    found = parameters[name].check(name, value)
-    if found == [] and name in NOT_EMPTY:
+    checked_value = parameters[name].check(name, value)
+    if checked_value == [] and name in NOT_EMPTY:
         allowed = f"a list of at least one of {parameters[name].allowed}"
         none = "; None takes the recipe's" if parameters[name].optional else ""
         raise ValueError(f"{name} must be {allowed}{none}; got []")
-    return found
+    return checked_value
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 # the data sets of all tasks by name
 DATASETS: dict[str, Dataset] = {
-    name: d for e in EXPERIMENTS.values() for name, d in e.named.items()
+    name: d for e in EXPERIMENTS.values() for name, d in e.named_datasets.items()
 }
 
 
@@ -56,23 +56,23 @@ def recipe(
     """
     check_choice("scale", scale, SCALES)
     check_choice("preset", preset, PRESETS)
-    family = _family(scale, dataset, task)
+    family = _recipe_family(scale, dataset, task)
     models = {r.model: r for r in family.recipes[scale]}
-    found = models[check_choice("model", model or next(iter(models)), models)]
+    result = models[check_choice("model", model or next(iter(models)), models)]
     if preset == "authors":
         if scale != "paper" or not family.authors:
-            there = ", ".join(d.name for d in DATASETS.values() if d.authors)
+            names = ", ".join(d.name for d in DATASETS.values() if d.authors)
             raise ValueError(
-                f"preset 'authors' exists at scale 'paper' for {there}, not {scale}/{dataset}"
+                f"preset 'authors' exists at scale 'paper' for {names}, not {scale}/{dataset}"
             )
-        found = replace(
-            found, **{**family.authors[""], **family.authors.get(found.model, {})}
+        result = replace(
+            result, **{**family.authors[""], **family.authors.get(result.model, {})}
         )
-    return replace(found, dataset=dataset)
+    return replace(result, dataset=dataset)
 
 
-def _family(scale: str, dataset: str, task: str) -> Dataset:
-    """Return whose recipes a data set, or data of the user's own, takes; ValueError names those with recipes."""
+def _recipe_family(scale: str, dataset: str, task: str) -> Dataset:
+    """Return the data set whose recipes are used; ValueError if there are none."""
     check_choice("task", task, EXPERIMENTS)
     family = EXPERIMENTS[task_of_dataset(dataset) or task].family(scale, dataset)
     if family is not None:
@@ -93,21 +93,26 @@ def deficits(
 
     Paper: section 5.
     """
-    found = recipe(scale, dataset, model, task=task)
-    settings = _family(scale, dataset, task).deficits.get(scale, {}).get(found.model)
+    base_recipe = recipe(scale, dataset, model, task=task)
+    settings = (
+        _recipe_family(scale, dataset, task)
+        .deficits.get(scale, {})
+        .get(base_recipe.model)
+    )
     if settings is None:
-        n = found.steps
+        n = base_recipe.steps
         quarters = tuple(n * k // 4 for k in range(4))
         settings = Deficits(
             dict(
-                weight_decay=0.0, evaluate_every=found.evaluate_every or max(1, n // 10)
+                weight_decay=0.0,
+                evaluate_every=base_recipe.evaluate_every or max(1, n // 10),
             ),
             lengths=(0, *quarters[1:3], n),
             windows=tuple((start, start + n // 2) for start in quarters[:2]),
             window_steps=n,
-            lr_after=hasattr(found, "milestones"),
+            lr_after=hasattr(base_recipe, "milestones"),
         )
-    return replace(found, **settings.changes), settings
+    return replace(base_recipe, **settings.changes), settings
 
 
 def task_of_dataset(dataset: str) -> str | None:
@@ -116,7 +121,7 @@ def task_of_dataset(dataset: str) -> str | None:
         (
             task
             for task, experiment in EXPERIMENTS.items()
-            if dataset in experiment.named
+            if dataset in experiment.named_datasets
         ),
         None,
     )

@@ -1,4 +1,4 @@
-"""What a task of the paper is made of: recipes, data sets, metrics, deficits.  Needs no torch.
+"""Parts of a task of the paper: recipes, data sets, metrics, deficits.  Needs no torch.
 
 A task declares all of it in a file of its own, which ends in its ``EXPERIMENT``; ``recipes.EXPERIMENTS`` lists them.
 """
@@ -119,12 +119,12 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the part of a spec that its key is made of."""
-        found = {}
+        values = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name != "seeds" and not (f.metadata == LATER and value == f.default):
-                found[f.name] = list(value) if isinstance(value, tuple) else value
-        return found
+                values[f.name] = list(value) if isinstance(value, tuple) else value
+        return values
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ class Dataset:
     ] = ()  # below the data folder, one of which it is read from; () for embedded data
 
     @property
-    def about(self) -> str:
-        """What it is."""
+    def description(self) -> str:
+        """Title, with the embedded stand-in if there is one."""
         return (
             f"{self.title}, embedded: {self.embedded}" if self.embedded else self.title
         )
@@ -225,8 +225,10 @@ class Experiment:
     metrics: tuple[Metric, ...]  # the main one first
     artefact: str  # of the paper, which shows quality against cost, such as "figure_3"
     datasets: tuple[Dataset, ...]
-    own: str = ""  # the data set whose recipes the user's own data takes; "" where it cannot be used
-    own_large: str = ""  # the same for folders at paper scale, where it differs
+    user_data_like: str = ""  # the data set whose recipes the user's own data takes; "" where it cannot be used
+    large_user_data_like: str = (
+        ""  # the same for folders at paper scale, where it differs
+    )
     # what the user's own data may look like: patterns of names in a folder or archive, all of which it holds; "|"
     # stands between those of which one is enough
     layouts: tuple[str, ...] = ()
@@ -244,7 +246,7 @@ class Experiment:
         return self.metrics[0]
 
     @property
-    def named(self) -> dict[str, Dataset]:
+    def named_datasets(self) -> dict[str, Dataset]:
         """The data sets by name, without those that are recipes alone."""
         return {d.name: d for d in self.datasets if d.title}
 
@@ -258,18 +260,26 @@ class Experiment:
             return math.nan
         if self.outputs is not None:
             return metric.worst(self.outputs(recipe))
-        dataset = self.named.get(recipe["dataset"])
+        dataset = self.named_datasets.get(recipe["dataset"])
         return metric.worst(
             dataset.sizes.get("classes", math.inf) if dataset else math.inf
         )
 
     def family(self, scale: str, dataset: str) -> Dataset | None:
-        """Return whose recipes a data set, or data of the user's own, takes at a scale; None where there are none."""
+        """Return the data set whose recipes are used at a scale; None if there are none."""
         if is_own(dataset):
-            large = self.own_large and scale == "paper" and ".npz" not in dataset
-            names: tuple[str, ...] = (self.own_large if large else self.own,)
+            large = (
+                self.large_user_data_like and scale == "paper" and ".npz" not in dataset
+            )
+            names: tuple[str, ...] = (
+                self.large_user_data_like if large else self.user_data_like,
+            )
         else:
-            names = (dataset, self.named[dataset].like) if dataset in self.named else ()
+            names = (
+                (dataset, self.named_datasets[dataset].like)
+                if dataset in self.named_datasets
+                else ()
+            )
         return next(
             (
                 d
@@ -282,14 +292,15 @@ class Experiment:
 
     def check_dataset(self, dataset: str) -> None:
         """Raise ValueError unless ``dataset`` is one of this task or the user's own."""
-        if dataset not in self.named and not is_own(dataset):
+        if dataset not in self.named_datasets and not is_own(dataset):
+            names = suggest_names(dataset, list(self.named_datasets))
             raise ValueError(
-                f"unknown dataset {dataset!r}; {suggest_names(dataset, list(self.named))}, or files of your own"
+                f"unknown dataset {dataset!r}; {names}, or files of your own"
             )
 
 
 def is_own(dataset: str) -> bool:
-    """Whether ``dataset`` names the user's own files rather than a known data set."""
+    """Return whether ``dataset`` names files of the user, not a known data set."""
     return (
         "/" in dataset or "\\" in dataset or dataset.endswith((".npz", ".txt", ".pt"))
     )

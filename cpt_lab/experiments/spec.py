@@ -30,7 +30,7 @@ class NotMeasuredError(ValueError):
 
 
 def key_of(spec: dict[str, Any]) -> str:
-    """Return the key of a spec in its JSON form, whatever its version: that of the form it was stored in."""
+    """Return the key of a spec in its stored JSON form, of any version."""
     text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -60,7 +60,7 @@ class RunSpec:
     preset: str = "ours"
 
     def __post_init__(self) -> None:
-        """Check all values, and that recipe and schedule have one length; store a curve of one's own as its bits."""
+        """Check all values; replace a function schedule by a table of its bits."""
         for name, value in (
             ("q_max", check_bits("q_max", self.q_max)),
             (
@@ -100,9 +100,9 @@ class RunSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the canonical JSON form."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = {"recipe": self.recipe.to_dict(), "schedule": self.schedule.to_dict()}
-        return {"version": SPEC_VERSION, **given, **parts}
+        return {"version": SPEC_VERSION, **values, **parts}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:
@@ -112,10 +112,10 @@ class RunSpec:
         recipe: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()
         }
-        given = {f.name: d[f.name] for f in fields(cls)}
-        given["recipe"] = EXPERIMENTS[recipe["task"]].recipe(**recipe)
-        given["schedule"] = schedule_from_dict(d["schedule"])
-        return cls(**given)
+        values = {f.name: d[f.name] for f in fields(cls)}
+        values["recipe"] = EXPERIMENTS[recipe["task"]].recipe(**recipe)
+        values["schedule"] = schedule_from_dict(d["schedule"])
+        return cls(**values)
 
     @cached_property
     def key(self) -> str:
@@ -156,10 +156,6 @@ def run_spec(
 
 def savings_of(arm: str) -> str:
     """Return the paper's group of an arm, "large", "medium" or "small"; "static" or "own" for arms that have none."""
-    return (
-        SUITE[arm].savings
-        if arm in SUITE
-        else "static"
-        if arm.startswith("static ")
-        else "own"
-    )
+    if arm in SUITE:
+        return SUITE[arm].savings
+    return "static" if arm.startswith("static ") else "own"

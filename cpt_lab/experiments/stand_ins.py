@@ -37,7 +37,7 @@ STAND_IN_TITLES = {
 FIRST_ARMS = ("static 8", "CR", "RR", "ER", "static 4")
 
 
-def cifar_figure_3(scale: str = "background", **given: Any) -> list[RunSpec]:
+def cifar_figure_3(scale: str = "background", **choices: Any) -> list[RunSpec]:
     """Return the runs of figure 3 at q_max 8 on JPEG copies of CIFAR-10: ten schedules and five static precisions.
 
     60 runs of ResNet-8 with four seeds, 17 minutes each on a core: 8.5 hours. The paper trains ResNet-74 for 164 epochs
@@ -51,11 +51,11 @@ def cifar_figure_3(scale: str = "background", **given: Any) -> list[RunSpec]:
         "seeds": (10, 11, 12, 13),
     }
     return _seed_by_seed(
-        designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given})
+        designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **choices})
     )
 
 
-def cifar_figure_3_q_max_6(scale: str = "background", **given: Any) -> list[RunSpec]:
+def cifar_figure_3_q_max_6(scale: str = "background", **choices: Any) -> list[RunSpec]:
     """Return the runs of figure 3 at q_max 6 on JPEG copies of CIFAR-10: ten schedules and static 6.
 
     33 runs of ResNet-8 with three seeds, 17 minutes each on a core: 4.7 hours.
@@ -64,11 +64,11 @@ def cifar_figure_3_q_max_6(scale: str = "background", **given: Any) -> list[RunS
     """
     settings = {"q_max": (6,), "static_bits": (6,), "seeds": (10, 11, 12)}
     return _seed_by_seed(
-        designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **given})
+        designs.quality_cost(scale, **{**CIFAR_RESNET8, **settings, **choices})
     )
 
 
-def cifar_table_1(scale: str = "background", **given: Any) -> list[RunSpec]:
+def cifar_table_1(scale: str = "background", **choices: Any) -> list[RunSpec]:
     """Return the runs of table 1 on JPEG copies of CIFAR-10: nine arms without our controls, as in the paper.
 
     36 runs of ResNet-8 with four seeds: 6.5 hours. Deficits last 5, 10, 25, 50 and 100 % of the normal training of 10
@@ -83,11 +83,11 @@ def cifar_table_1(scale: str = "background", **given: Any) -> list[RunSpec]:
         "controls": False,
     }
     return _seed_by_seed(
-        designs.deficit_scan(scale, **{**CIFAR_RESNET8, **settings, **given})
+        designs.deficit_scan(scale, **{**CIFAR_RESNET8, **settings, **choices})
     )
 
 
-def digits_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def digits_q_max_6(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of the q_max 6 half of figure 3 on scikit-learn's digits.
 
     150 runs with ten seeds, 2 minutes.
@@ -95,10 +95,10 @@ def digits_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
     Paper: section 4.2, figure 3.
     """
     settings = {"dataset": "digits", "model": "mlp6", "q_max": (6,), "seeds": range(10)}
-    return designs.quality_cost(scale, **{**settings, **given})
+    return designs.quality_cost(scale, **{**settings, **choices})
 
 
-def characters_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def characters_q_max_6(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of the q_max 6 half of figure 7, left, on characters.
 
     120 runs with eight seeds, 3 minutes.
@@ -106,10 +106,10 @@ def characters_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
     Paper: section 4.4, figure 7.
     """
     settings = {"dataset": "pydoc", "model": "lstm", "q_max": (6,), "seeds": range(8)}
-    return designs.quality_cost(scale, **{**settings, **given})
+    return designs.quality_cost(scale, **{**settings, **choices})
 
 
-def facebook_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def facebook_q_max_6(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of the q_max 6 half of figure 6 on Facebook's graph: a GCN with FP-Agg.
 
     88 runs with eight seeds, 6 minutes.
@@ -117,10 +117,10 @@ def facebook_q_max_6(scale: str = "demo", **given: Any) -> list[RunSpec]:
     Paper: section 4.3, figure 6.
     """
     settings = {"q_max": (6,), "static_bits": (6,), "seeds": range(8)}
-    return designs.quality_cost(scale, **{**FACEBOOK_GCN, **settings, **given})
+    return designs.quality_cost(scale, **{**FACEBOOK_GCN, **settings, **choices})
 
 
-def facebook_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def facebook_q_agg(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of the Q-Agg half of figure 6 on Facebook's graph: a GCN.
 
     88 runs with eight seeds, 10 minutes.
@@ -128,11 +128,11 @@ def facebook_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
     Paper: section 4.3, figure 6.
     """
     return designs.q_agg(
-        scale, **{**FACEBOOK_GCN, "static_bits": (8,), "seeds": range(8), **given}
+        scale, **{**FACEBOOK_GCN, "static_bits": (8,), "seeds": range(8), **choices}
     )
 
 
-def cora_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def cora_q_agg(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of the Q-Agg half of figure 6 on Cora: a GCN.
 
     88 runs with eight seeds, 5 minutes.
@@ -140,28 +140,28 @@ def cora_q_agg(scale: str = "demo", **given: Any) -> list[RunSpec]:
     Paper: section 4.3, figure 6.
     """
     settings = {"dataset": CORA, "model": "gcn", "static_bits": (8,), "seeds": range(8)}
-    return designs.q_agg(scale, **{**settings, **given})
+    return designs.q_agg(scale, **{**settings, **choices})
 
 
-def facebook_sage(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def facebook_sage(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of the half of figure 6 for OGBN-Products on Facebook's graph: FP-Agg and Q-Agg, GraphSAGE.
 
     66 runs with three seeds: ten schedules and static 8 with each aggregation.
 
     Paper: section 4.3, figure 6.
     """
-    settings = {**FACEBOOK_SAGE, "static_bits": (8,), "seeds": range(3), **given}
+    settings = {**FACEBOOK_SAGE, "static_bits": (8,), "seeds": range(3), **choices}
     return designs.quality_cost(scale, **settings) + designs.q_agg(scale, **settings)
 
 
-def facebook_fanout(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def facebook_fanout(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of footnote 4 on Facebook's graph: 8 to 64 sampled neighbours, FP-Agg and Q-Agg, GraphSAGE.
 
     24 runs with three seeds.
 
     Paper: section 4.3.
     """
-    return designs.fanout(scale, **{**FACEBOOK_SAGE, "seeds": range(3), **given})
+    return designs.fanout(scale, **{**FACEBOOK_SAGE, "seeds": range(3), **choices})
 
 
 # A BERT of two layers that starts from random weights, and the subset of XNLI that has English training pairs.
@@ -180,7 +180,7 @@ XNLI_SUBSET: dict[str, Any] = {
 }
 
 
-def xnli_figure_7(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def xnli_figure_7(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs of figure 7, right, on a subset of XNLI: a BERT of two layers without pretraining.
 
     72 runs with three seeds and two learning rates: ten schedules and static 8, and static 6 with 6-bit gradients. Two
@@ -188,11 +188,11 @@ def xnli_figure_7(scale: str = "demo", **given: Any) -> list[RunSpec]:
 
     Paper: section 4.4, figure 7.
     """
-    settings = {"task": "entailment", "seeds": range(3), **XNLI_SUBSET, **given}
+    settings = {"task": "entailment", "seeds": range(3), **XNLI_SUBSET, **choices}
     runs = designs.quality_cost(
         scale, "xnli", "bert_small", **{"static_bits": (8,), **settings}
     )
-    if "static_bits" in given or "q_max" in given:
+    if "static_bits" in choices or "q_max" in choices:
         return _seed_by_seed(runs)
     six = {**settings, "schedules": (), "static_bits": (6,), "q_max": (6,)}
     return _seed_by_seed(
@@ -200,7 +200,7 @@ def xnli_figure_7(scale: str = "demo", **given: Any) -> list[RunSpec]:
     )
 
 
-def xnli_cycles(scale: str = "demo", **given: Any) -> list[RunSpec]:
+def xnli_cycles(scale: str = "demo", **choices: Any) -> list[RunSpec]:
     """Return the runs that compare one and two cycles on a subset of XNLI.
 
     36 runs: three schedules with three seeds and two learning rates, 40 minutes.
@@ -212,9 +212,9 @@ def xnli_cycles(scale: str = "demo", **given: Any) -> list[RunSpec]:
         "schedules": ("CR", "RR", "ER"),
         "seeds": range(3),
         **XNLI_SUBSET,
-        **given,
+        **choices,
     }
-    if "n_cycles" not in given:
+    if "n_cycles" not in choices:
         del settings["n_cycles"]
     return designs.cycles(scale, "xnli", "bert_small", **settings)
 

@@ -214,7 +214,7 @@ _printed: set[tuple[str, str]] = (
 def _print_data_report(spec: RunSpec, report: DataReport) -> None:
     """Print a data report to stderr before training, once per process; embedded data sets need none."""
     dataset = spec.recipe.dataset
-    description = EXPERIMENTS[spec.recipe.task].named.get(dataset)
+    description = EXPERIMENTS[spec.recipe.task].named_datasets.get(dataset)
     is_embedded = description is not None and description.embedded
     if is_embedded or (dataset, report.digest) in _printed:
         return

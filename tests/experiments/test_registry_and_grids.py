@@ -646,9 +646,11 @@ def test_an_experiment_holds_together(task):
     experiment = EXPERIMENTS[task]
     families = {d.name: d for d in experiment.datasets}
     assert len(families) == len(experiment.datasets)
-    assert {name for name in (experiment.own, experiment.own_large) if name} <= set(
-        families
-    )
+    assert {
+        name
+        for name in (experiment.user_data_like, experiment.large_user_data_like)
+        if name
+    } <= set(families)
     for d in experiment.datasets:
         recipes = [r for found in d.recipes.values() for r in found]
         assert {(type(r), r.task) for r in recipes} <= {(experiment.recipe, task)}
@@ -665,16 +667,16 @@ def test_an_experiment_holds_together(task):
             for scale in d.deficits
             for model in d.deficits[scale]
         )
-        assert set(d.designs) <= set(grids.DESIGNS)
+        assert set(d.designs) <= set(grids.GRID_DESIGNS)
         assert not d.authors or set(d.authors) - {""} <= {
             r.model for r in d.recipes["paper"]
         }
 
 
 def test_a_name_belongs_to_one_data_set_and_one_task():
-    assert len(DATASETS) == sum(len(e.named) for e in EXPERIMENTS.values())
+    assert len(DATASETS) == sum(len(e.named_datasets) for e in EXPERIMENTS.values())
     for task, experiment in EXPERIMENTS.items():
-        assert {task_of_dataset(name) for name in experiment.named} == {task}
+        assert {task_of_dataset(name) for name in experiment.named_datasets} == {task}
     for unnamed in (
         "own-graph",
         "own-pictures",
@@ -700,8 +702,8 @@ def test_stand_ins_say_what_they_are_in_every_grid():
         if name in STAND_INS:
             continue
         d = DATASETS[name.split("/")[0]]
-        assert grid.about.startswith(d.title)
-        assert ("embedded" in grid.about) == bool(d.embedded)
+        assert grid.description.startswith(d.title)
+        assert ("embedded" in grid.description) == bool(d.embedded)
         assert bool(d.embedded) == ("paper" not in d.recipes), name
     scales = [grid.scales[0] for grid in grids.GRIDS.values()]
     assert scales == sorted(
