@@ -200,7 +200,7 @@ class Dataset:
     authors: Changes = field(default_factory=dict)
     # scale -> model -> settings of its critical-period experiments
     deficits: Mapping[str, Mapping[str, Deficits]] = field(default_factory=dict)
-    # what its first model is run with besides quality against cost: a key of ``grids.DESIGNS`` -> artefact
+    # what its first model is run with besides quality against cost: a key of ``grids.GRID_DESIGNS`` -> artefact
     designs: Mapping[str, str] = field(default_factory=dict)
     # of random data in its place, for plans: counts by name, which its data module reads
     sizes: Mapping[str, int] = field(default_factory=dict)
