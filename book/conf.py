@@ -229,7 +229,7 @@ def fix_accessibility(app, page, template, context, doctree):
         r"<dl>\n(?:<dd>.*</dd>\n)+</dl>"
     )  # the parameters of a signature, one on a line
     plain = partial(re.sub, r"<(d[ld])>", r'<\1 role="none">')
-    context["body"] = lines.sub(lambda found: plain(found[0]), context.get("body", ""))
+    context["body"] = lines.sub(lambda match: plain(match[0]), context.get("body", ""))
 
 
 def setup(app):

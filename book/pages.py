@@ -270,14 +270,15 @@ def name_page(name: str) -> str:
     value = attrgetter(name)(cpt_core)
     if isinstance(value, Mapping):
         rows = [
-            f'      * - ``"{key}"``\n        - {entry(key, one)}'
-            for key, one in value.items()
+            f'      * - ``"{key}"``\n        - {entry(key, item)}'
+            for key, item in value.items()
         ]
         table = "   .. list-table::\n      :widths: 20 80\n\n" + "\n".join(rows)
         body = f".. py:data:: cpt_core.{name}\n\n   {public_docstring(name)}\n\n{table}"
     elif inspect.isclass(value):
         body = f".. autoclass:: cpt_core.{name}\n   :members:\n   :inherited-members: {FOREIGN_BASES}"
-        body += "\n   :show-inheritance:" * (value.__bases__ != (object,))
+        if value.__bases__ != (object,):
+            body += "\n   :show-inheritance:"
     else:
         body = f".. autofunction:: cpt_core.{name}"
     return f"# {name}\n\n{rst(body)}"
@@ -285,15 +286,17 @@ def name_page(name: str) -> str:
 
 def entry(name: str, value: Any) -> str:
     """Return a table's value as text: its fields, without functions and default values."""
-    if not dataclasses.is_dataclass(value) or inspect.isclass(value):
-        return f"``{value.__name__ if inspect.isclass(value) else value!r}``"
-    usual = {f.name: f.default for f in dataclasses.fields(value)}
-    given = {
-        key: v for key in usual if (v := getattr(value, key)) not in (usual[key], name)
-    }
-    return "; ".join(
-        f"*{key}*: {escaped(v)}" for key, v in given.items() if not callable(v)
-    )
+    if inspect.isclass(value):
+        return f"``{value.__name__!r}``"
+    if not dataclasses.is_dataclass(value):
+        return f"``{value!r}``"
+
+    texts = []
+    for field in dataclasses.fields(value):
+        content = getattr(value, field.name)
+        if content not in (field.default, name) and not callable(content):
+            texts.append(f"*{field.name}*: {escaped(content)}")
+    return "; ".join(texts)
 
 
 def escaped(value: Any) -> str:

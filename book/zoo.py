@@ -39,6 +39,9 @@ def page() -> str:
         f"{row['library']} {row['version']}" for row in models if "version" in row
     )
     outcomes = Counter("whole" if is_whole(row) else row["outcome"] for row in models)
+    proven = ""
+    if not outcomes["silent"]:
+        proven = " No product ran in float32 that `cpt.check` calls quantised."
     lines = [
         f"# {title(models)}",
         "",
@@ -46,8 +49,7 @@ def page() -> str:
         f"`{results['commit'][:10]}`, each small and without weights. `cpt.quantize_` converted it, and it trained for "
         "three steps. A watcher that asks nothing of this package looked at the operands of every product of a forward "
         f"pass at 2 bits: {', '.join(f'{n} {outcome}' for outcome, n in outcomes.most_common())}."
-        + " No product ran in float32 that `cpt.check` calls quantised."
-        * (not outcomes["silent"]),
+        + proven,
         "",
         "*Quantised* is the share of the multiply-accumulates (MACs) whose operands are on a grid, as the watcher saw "
         "it. *MACs* says whether `cpt.check` counts as many as the watcher. *Use* names what went wrong when the model "

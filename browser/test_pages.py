@@ -71,9 +71,9 @@ CUT = """() => [...document.querySelectorAll(".content img")]
 @pytest.fixture
 def heard() -> Iterator[PageLog]:
     """Yield a log, and check that no page logged an error or a request."""
-    said = PageLog(offline=True)
-    yield said
-    assert said.messages == []
+    log = PageLog(offline=True)
+    yield log
+    assert log.messages == []
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def answer(table):
 
 
 if __name__ == "__main__":
-    found = study(int(sys.argv[1]))
-    print(found.round(3).to_string(na_rep=""))
-    print(answer(found))
-    draw(found).savefig("study.png", dpi=150)
+    table = study(int(sys.argv[1]))
+    print(table.round(3).to_string(na_rep=""))
+    print(answer(table))
+    draw(table).savefig("study.png", dpi=150)

@@ -9,7 +9,7 @@ from cpt_lab.analysis import run_table
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps.stores import load_rows
 
-kept = cache(load_rows)
+load_rows_cached = cache(load_rows)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,6 +19,8 @@ def read_once() -> Iterator[None]:
         patch.setattr(
             run_table,
             "load_rows",
-            lambda file: (kept if file.parent == results_dir() else load_rows)(file),
+            lambda file: (
+                load_rows_cached if file.parent == results_dir() else load_rows
+            )(file),
         )
         yield
