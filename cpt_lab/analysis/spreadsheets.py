@@ -36,8 +36,10 @@ def without_formula(cell: Any) -> Any:
     """
     if not isinstance(cell, str):
         return cell
-    # A file name may not be valid UTF-8.
-    text = cell.encode("utf-8", "backslashreplace").decode()
+    text = cell
+    if not cell.isascii():
+        # A file name may not be valid UTF-8.
+        text = cell.encode("utf-8", "backslashreplace").decode()
     is_formula = text.startswith(FORMULA_STARTS) and not _is_number(text)
     return f"'{text}" if is_formula else text
 
