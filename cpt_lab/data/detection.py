@@ -390,7 +390,7 @@ def _list_voc_files(dataset: Any) -> list[VocFile]:
 
 
 def _find_own_files(dataset: str, report: DataReport) -> _VocFiles:
-    """Return the image and annotation files of the user's data; report the files beside them."""
+    """Return the image and annotation files of the user's data; report unlisted files."""
     top = own_path(dataset)
     folder = find_voc_folder(top)
     contents = list_folder(top)

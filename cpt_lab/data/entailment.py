@@ -236,12 +236,12 @@ class _PairFile:
 
 def _find_official_files(folder: Path, split: str) -> list[_PairFile]:
     if split == "train":
-        found = sorted(folder.glob("XNLI-MT-1.0*/multinli/multinli.train.*.tsv"))
+        paths = sorted(folder.glob("XNLI-MT-1.0*/multinli/multinli.train.*.tsv"))
         return [
             _PairFile(
                 path, {**PAIR_COLUMNS, "hypothesis": "hypo"}, path.name.split(".")[2]
             )
-            for path in found
+            for path in paths
         ]
     path = (
         folder / "XNLI-1.0" / {"valid": "xnli.dev.tsv", "test": "xnli.test.tsv"}[split]
@@ -446,10 +446,12 @@ def _check_shards(folder: Path, split: str, files: list[_PairFile]) -> None:
 
     official = [file for file in files if file.path.suffix == ".tsv" and file.language]
     counts = Counter(str(file.language) for file in official)
-    repeated = sorted(language for language, count in counts.items() if count > 1)
-    if repeated:
+    duplicate_languages = sorted(
+        language for language, count in counts.items() if count > 1
+    )
+    if duplicate_languages:
         raise ValueError(
-            f"{folder} has several files for {split} in {', '.join(repeated)}; keep one folder XNLI-MT-1.0*"
+            f"{folder} has several files for {split} in {', '.join(duplicate_languages)}; keep one folder XNLI-MT-1.0*"
         )
 
 
@@ -543,8 +545,8 @@ def _label_names(path: Path, column: str) -> list[str]:
     from pyarrow import parquet
 
     with explain_read_errors(path):
-        stored = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
-        features = json.loads(stored).get("info", {}).get("features", {})
+        metadata = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
+        features = json.loads(metadata).get("info", {}).get("features", {})
         return [str(name) for name in features.get(column, {}).get("names") or []]
 
 

@@ -83,8 +83,9 @@ def data_paths(recipe: Recipe) -> list[Path]:
             recipe.dataset.split(",") if ".npz," in recipe.dataset else [recipe.dataset]
         )
         return [own_path(part) for part in parts]
-    named = EXPERIMENTS[recipe.task].named_datasets[recipe.dataset]
-    return [data_dir() / name for name in named.folders if (data_dir() / name).exists()]
+    dataset = EXPERIMENTS[recipe.task].named_datasets[recipe.dataset]
+    paths = [data_dir() / name for name in dataset.folders]
+    return [path for path in paths if path.exists()]
 
 
 def fingerprint(recipe: Recipe) -> str:

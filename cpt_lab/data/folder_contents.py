@@ -268,17 +268,17 @@ def read_class_folders(
 def _group_by_class(
     files: list[str], part: str, classes: Collection[str]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the files of each class folder of a split, and the files beside the class folders."""
+    """Return the files of each class folder of a split, and the files outside of class folders."""
     files_by_class: dict[str, list[str]] = {name: [] for name in classes}
-    beside: list[str] = []
+    outside_files: list[str] = []
     prefix = f"{part}/" if part else ""
     for file in files:
         first, _, rest = file.removeprefix(prefix).partition("/")
         if rest:
             files_by_class[first].append(file)
         else:
-            beside.append(file)
-    return files_by_class, beside
+            outside_files.append(file)
+    return files_by_class, outside_files
 
 
 def _describe_other_files(files: list[str]) -> str:

@@ -358,12 +358,12 @@ def read_ogb_folder(
         _csv(files["edge"], np.int64, 2),
         _csv(files["node-feat"], np.float32),
     )
-    for name, there in (("edge", edges), ("node", features)):
+    for name, rows in (("edge", edges), ("node", features)):
         announced = _csv(files[f"num-{name}-list"], np.int64, 1).ravel().tolist()
-        if announced != [len(there)]:
+        if announced != [len(rows)]:
             file = {"edge": "edge", "node": "node-feat"}[name]
             raise ValueError(
-                f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}"
+                f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(rows)}"
             )
     labels = _labels(
         f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), report
@@ -607,9 +607,9 @@ def _check_planetoid(
         and shapes["allx"][1] == shapes["tx"][1]
     )
     if not fits or not np.array_equal(parts["y"], parts["ally"][: rows["y"]]):
-        said = ", ".join(f"{prefix}{name} {shape}" for name, shape in shapes.items())
+        sizes = ", ".join(f"{prefix}{name} {shape}" for name, shape in shapes.items())
         raise ValueError(
-            f"{folder}: the files do not fit together: {said}, {prefix}test.index ({len(test)},)"
+            f"{folder}: the files do not fit together: {sizes}, {prefix}test.index ({len(test)},)"
         )
     if test.min() < rows["ally"]:
         raise ValueError(

@@ -159,13 +159,13 @@ def _read_raw(recipe: GraphRecipe, report: DataReport) -> RawGraph:
     if (path / "raw" / "edge.csv.gz").exists():
         return read_ogb_folder(path, f"own graph ({path.name})", report)
     for folder in (path, path / "raw"):
-        if found := sorted(folder.glob("ind.*.graph")):
-            if len(found) > 1:
-                names = ", ".join(file.name for file in found)
+        if graph_files := sorted(folder.glob("ind.*.graph")):
+            if len(graph_files) > 1:
+                names = ", ".join(file.name for file in graph_files)
                 raise ValueError(
                     f"{folder} holds several graphs: {names}; give the files of each a folder of its own"
                 )
-            return read_planetoid(found[0], report)
+            return read_planetoid(graph_files[0], report)
     if not path.exists():
         raise DataNotFoundError(f"there is no file or folder {path}")
     if typed := next(
@@ -197,8 +197,8 @@ def to_bidirected(
     """
     is_edge = source != destination
     ends = destination[is_edge], source[is_edge]
-    ones = np.ones(len(ends[0]), bool)
-    directed = sparse.coo_matrix((ones, ends), shape=(nodes, nodes)).tocsr()
+    edge_values = np.ones(len(ends[0]), bool)
+    directed = sparse.coo_matrix((edge_values, ends), shape=(nodes, nodes)).tocsr()
     bidirected = directed + directed.T
     if report is not None:
         report_edges(

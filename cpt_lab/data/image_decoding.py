@@ -93,7 +93,7 @@ class ImageFacts(NamedTuple):
 
     @property
     def is_deep_grey(self) -> bool:
-        """Whether the image is grey with more than 8 bits."""
+        """True for a grey image with more than 8 bits."""
         return _is_deep_grey(self.mode)
 
 

@@ -291,7 +291,7 @@ def _read_archive(path: Path, name: str, report: DataReport) -> _Archive:
 def _packed_sources(
     path: Path, name: str, raw: np.ndarray, offsets: np.ndarray
 ) -> list[ImageSource]:
-    """Return the encoded images that lie one after the other in the array ``jpeg`` of an archive."""
+    """Return the encoded images of an archive, from concatenated files and their offsets."""
     ends = as_int64_vector(f"{path}: offsets", offsets)
     if (
         len(ends) < 2
@@ -412,7 +412,7 @@ def _check_split_names(
 def _report_other_folders(
     report: DataReport, contents: FolderContents, test_folder: str | None
 ) -> None:
-    """Add facts about files beside train/ and the test folder."""
+    """Add facts about files outside of train/ and the test folder."""
     for part in contents.subfolders(""):
         if part in ("train", test_folder):
             continue
@@ -431,9 +431,11 @@ def _check_classes(
     unknown = sorted(set(test_classes) - set(train_classes))
     if not unknown:
         return
-    known = ", ".join(train_classes[:20]) + (", ..." if len(train_classes) > 20 else "")
+    class_list = ", ".join(train_classes[:20]) + (
+        ", ..." if len(train_classes) > 20 else ""
+    )
     raise ValueError(
-        f"{test_folder}: class {unknown[0]!r} is unknown; those of train/ are {known}"
+        f"{test_folder}: class {unknown[0]!r} is unknown; those of train/ are {class_list}"
         f"{_suggest_class_fix(test_folder, unknown[0], train_classes, test_classes)}"
     )
 

@@ -253,7 +253,7 @@ class _Loaded(NamedTuple):
 
     @property
     def in_memory(self) -> bool:
-        """Whether the images lie in memory."""
+        """True for images in memory, False for lists of files."""
         return isinstance(self.train, ArrayImages)
 
     def labels(self, part: str) -> Any:
@@ -276,9 +276,14 @@ def _load_arrays(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     dataset, size = recipe.dataset, recipe.size
     EXPERIMENT.check_dataset(dataset)
     if is_own(dataset):
-        own = read_own_images(dataset, size, report)
+        own_images = read_own_images(dataset, size, report)
         loaded = _Loaded(
-            own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
+            own_images.train,
+            own_images.test,
+            own_images.title,
+            IMAGENET_MEAN,
+            IMAGENET_STD,
+            own_images.classes,
         )
     elif dataset in ARRAY_READERS:
         loaded = ARRAY_READERS[dataset](dataset)
@@ -387,9 +392,16 @@ def _resize_images(images: Tensor, size: int) -> Tensor:
 def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     """Return lists of image files that stay on disk."""
     if recipe.dataset != "imagenet":
-        own = inspect_image_folders(own_path(recipe.dataset), recipe.size, report)
+        own_images = inspect_image_folders(
+            own_path(recipe.dataset), recipe.size, report
+        )
         return _Loaded(
-            own.train, own.test, own.title, IMAGENET_MEAN, IMAGENET_STD, own.classes
+            own_images.train,
+            own_images.test,
+            own_images.title,
+            IMAGENET_MEAN,
+            IMAGENET_STD,
+            own_images.classes,
         )
 
     folder = data_dir() / "imagenet"

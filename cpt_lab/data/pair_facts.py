@@ -33,7 +33,7 @@ Pairs = Mapping[
 
 
 def check_sentences(path: Path, rows: pd.DataFrame) -> None:
-    """Raise ValueError for the first row whose sentences are empty or not text.
+    """Raise ValueError for the first row with an empty sentence, or with a value that is no text.
 
     Args:
         path: file of the rows, for the error.

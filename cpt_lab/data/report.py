@@ -152,10 +152,10 @@ def list_first(names: Collection[str], limit: int = MAX_NAMES) -> str:
     >>> list_first(["a", "b", "c", "d"])
     'a, b, c, ...'
     """
-    listed = list(names)[:limit]
+    parts = list(names)[:limit]
     if len(names) > limit:
-        listed.append("...")
-    return ", ".join(listed)
+        parts.append("...")
+    return ", ".join(parts)
 
 
 def list_counts(counts: Mapping[str, int]) -> str:
@@ -165,10 +165,10 @@ def list_counts(counts: Mapping[str, int]) -> str:
     'RGB 20, L 3'
     """
     by_frequency = Counter(counts).most_common()
-    listed = []
+    parts = []
     for name, count in by_frequency[:MAX_COUNTS]:
-        listed.append(f"{name} {count:,}")
+        parts.append(f"{name} {count:,}")
     if len(by_frequency) > MAX_COUNTS:
         _, smallest = by_frequency[-1]
-        listed.append(f"and {len(by_frequency) - MAX_COUNTS} more from {smallest:,} up")
-    return ", ".join(listed)
+        parts.append(f"and {len(by_frequency) - MAX_COUNTS} more from {smallest:,} up")
+    return ", ".join(parts)

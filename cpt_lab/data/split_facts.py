@@ -154,7 +154,7 @@ def _hashes(images: Tensor) -> Iterable[int]:
 
 
 def report_shared_images(report: DataReport, splits: Mapping[str, Tensor]) -> None:
-    """Add facts about test and validation images whose pixels are those of an image of another split.
+    """Add facts about test and validation images with the pixels of an image in another split.
 
     Args:
         report: gets the facts.

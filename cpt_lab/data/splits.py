@@ -57,11 +57,11 @@ def title_with_sizes(title: str, recipe: Any, train: Sized, valid: Sized) -> str
     return f"{title}, {len(train):,} training and {len(valid):,} validation images"
 
 
-def class_count(what: str, labels: Any) -> int:
+def class_count(name: str, labels: Any) -> int:
     """Return the number of classes: one more than the largest label of the training data.
 
     Args:
-        what: name of the labelled samples in errors.
+        name: name of the labelled samples in errors.
         labels: (n,) whole numbers from 0.
 
     Raises:
@@ -70,24 +70,24 @@ def class_count(what: str, labels: Any) -> int:
     smallest, largest = int(labels.min()), int(labels.max())
     if largest >= max(MAX_CLASSES, len(labels)):
         raise ValueError(
-            f"{what}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ..."
+            f"{name}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ..."
         )
     if smallest == largest:
         raise ValueError(
-            f"{what}: all {len(labels)} labels are {largest}; there is nothing to learn from one class"
+            f"{name}: all {len(labels)} labels are {largest}; there is nothing to learn from one class"
         )
     if smallest > 0:
         raise ValueError(
-            f"{what}: labels are {smallest} to {largest}; classes must be numbered 0, 1, 2, ..."
+            f"{name}: labels are {smallest} to {largest}; classes must be numbered 0, 1, 2, ..."
         )
     return largest + 1
 
 
-def as_int64_vector(what: str, values: Any, missing: int | None = None) -> np.ndarray:
+def as_int64_vector(name: str, values: Any, missing: int | None = None) -> np.ndarray:
     """Return numbers of shape (n,) or (n, 1) as (n,) int64.
 
     Args:
-        what: name of the numbers in errors.
+        name: name of the numbers in errors.
         values: array or sequence of numbers.
         missing: number that replaces NaN; None refuses NaN.
 
@@ -99,7 +99,7 @@ def as_int64_vector(what: str, values: Any, missing: int | None = None) -> np.nd
         array = array[:, 0]
     if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise ValueError(
-            f"{what} must be whole numbers of shape (n,), got {array.dtype} {array.shape}"
+            f"{name} must be whole numbers of shape (n,), got {array.dtype} {array.shape}"
         )
 
     if array.dtype.kind == "f":
@@ -115,6 +115,6 @@ def as_int64_vector(what: str, values: Any, missing: int | None = None) -> np.nd
     if not is_whole.all():
         first = int((~is_whole).argmax())
         raise ValueError(
-            f"{what} must be whole numbers, number {first} is {array[first]:.6g}"
+            f"{name} must be whole numbers, number {first} is {array[first]:.6g}"
         )
     return array.astype(np.int64)

@@ -199,7 +199,7 @@ def _person_pair(rng: random.Random) -> tuple[str, Hypotheses]:
         passive = f"{person} is {negation}{PERSON_VERBS[verb]} by {subject}"
         return rng.choice((active, passive))
 
-    repeated, opposite = [sentence(a, b, is_true)], [sentence(a, b, not is_true)]
+    restated, opposite = [sentence(a, b, is_true)], [sentence(a, b, not is_true)]
     neutral = [
         sentence(b, a, is_true),
         sentence(a, c, is_true),
@@ -210,9 +210,9 @@ def _person_pair(rng: random.Random) -> tuple[str, Hypotheses]:
     premise = sentence(a, b, is_true)
     if is_true:
         return premise, Hypotheses(
-            repeated + with_someone, neutral, opposite + with_nobody
+            restated + with_someone, neutral, opposite + with_nobody
         )
-    return premise, Hypotheses(repeated, neutral + with_someone + with_nobody, opposite)
+    return premise, Hypotheses(restated, neutral + with_someone + with_nobody, opposite)
 
 
 SENTENCE_FORMS = (

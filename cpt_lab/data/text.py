@@ -97,7 +97,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
     report = DataReport(recipe.dataset)
     texts, title = _load_texts(recipe, report)
     lines = strip_markers(texts, report) if is_own(recipe.dataset) else texts
-    whole = {
+    all_units = {
         split: _split_units(split, text, recipe.unit, report)
         for split, text in lines.items()
     }
@@ -105,7 +105,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         _check_penn_treebank(
             {split: len(_words(text)) for split, text in texts.items()}
         )
-    parts = {split: _cut(split, whole[split], recipe, report) for split in SPLITS}
+    parts = {split: _cut(split, all_units[split], recipe, report) for split in SPLITS}
     start = "\n" if recipe.unit == "characters" else EOS
     _check_learnable(recipe, parts, start)
     check_overlap(recipe.dataset, lines, report, refuse=is_own(recipe.dataset))
@@ -130,7 +130,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         test,
         vocabulary=tuple(vocabulary),
         start=number[start],
-        title=_title(title, recipe, len(whole["train"]), len(common)),
+        title=_title(title, recipe, len(all_units["train"]), len(common)),
         checksum=hashlib.sha256("\0".join(texts.values()).encode()).hexdigest()[:16],
         report=report,
     )
@@ -315,9 +315,9 @@ def _find_single_text(folder: Path) -> list[Path]:
 
 def _text_files(folder: Path) -> list[Path]:
     """Return the files of a folder that are texts by their endings, sorted."""
-    found = (path for ending in TEXT_ENDINGS for path in folder.glob(f"*{ending}"))
+    paths = (path for ending in TEXT_ENDINGS for path in folder.glob(f"*{ending}"))
     return sorted(
-        path for path in found if not is_below_hidden(path.relative_to(folder))
+        path for path in paths if not is_below_hidden(path.relative_to(folder))
     )
 
 
@@ -354,7 +354,7 @@ def _split_file(folder: Path, split: str) -> Path:
 
 
 def _alternative_names(split: str) -> str:
-    """Return the other file names of a split in brackets, "" without any."""
+    """Return the alternative file names of a split in brackets, "" without any."""
     names = [f"{name}.txt" for name in SPLIT_FILE_STEMS[split][1:]]
     return f" (or {', '.join(names)})" if names else ""
 

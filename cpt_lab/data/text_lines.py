@@ -70,7 +70,7 @@ Matches = dict[int, re.Match[str]]  # by the number of the line
 
 
 def normalize_line_breaks(name: str, text: str, report: DataReport) -> str:
-    """Return a text whose lines end in a line feed instead of CR or CR LF.
+    """Return a text with line feeds in place of CR and CR LF.
 
     Args:
         name: name of the file, for the report.
@@ -278,7 +278,7 @@ def _is_unspaced(words: list[str]) -> bool:
 def check_overlap(
     dataset: str, texts: Mapping[str, str], report: DataReport, refuse: bool
 ) -> None:
-    """Report lines that two texts share; refuse equal texts, and texts that are mostly part of another one.
+    """Report lines that two texts share; refuse a text that equals, or is mostly part of, another one.
 
     Args:
         dataset: name of the data set, for errors.

@@ -65,7 +65,7 @@ class RetinaNet(TorchvisionRetinaNet):
     """
 
     def forward(self, images: Tensor) -> Outputs:
-        """Return class logits, box offsets and features of images (N, 3, H, W), whose sides are multiples of 32."""
+        """Return class logits, box offsets and features of images (N, 3, H, W) with sides that are multiples of 32."""
         features = list(self.backbone(images).values())
         outputs = self.head(features)
         return Outputs(outputs["cls_logits"], outputs["bbox_regression"], features)

@@ -103,7 +103,7 @@ def batching_is_faster(spec: RunSpec) -> bool:
 
 
 class _BatchedRun:
-    """A run with its own state of torch's random numbers, so that its draws do not change those of other runs.
+    """A run with its own state of torch's random numbers, independent of other runs.
 
     Attributes:
         request: the step that the run waits for; None when it has ended.
@@ -263,7 +263,7 @@ class _BatchedStepper:
     def _execute(
         self, runs: list[_BatchedRun], batch: Any, rng_state: Tensor
     ) -> dict[int, Tensor | Exception]:
-        """Execute a step of runs whose inputs differ; return losses or errors by the id of the run."""
+        """Execute a step of runs with different inputs; return losses or errors by the id of the run."""
         batch_key = structure_key(batch)
         runs_by_kind: dict[Hashable, list[_BatchedRun]] = {}
         for run in runs:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class DamagedError(ValueError):
-    """Error of a checkpoint whose bytes changed, or whose run was trained on other data so far."""
+    """Error of a checkpoint with changed bytes, or of a run that was trained on other data so far."""
 
     label = "damaged"  # added to the name of the file when it is set aside
 

@@ -82,7 +82,8 @@ class Capture:
         work: one step; all its numbers lie in tensors.
         recorder: recorder of the device.
         state: returns what the step depends on besides tensors, such as which layers quantise at all.
-        written: tensors that the step changes and other code checks: a replay would not advance their version counters.
+        written_tensors: tensors that the step changes and other code checks: a replay would not advance their version
+            counters.
 
     Attributes:
         replayed: number of steps that were replayed.
@@ -94,10 +95,10 @@ class Capture:
         work: StepFunction,
         recorder: CudaRecorder,
         state: Callable[[], Hashable],
-        written: Iterable[Tensor] = (),
+        written_tensors: Iterable[Tensor] = (),
     ) -> None:
         self.work, self.recorder, self.state = work, recorder, state
-        self.written_tensors = list(written)
+        self.written_tensors = list(written_tensors)
         self.replayed = 0
         self.failure_reason = ""
         self.reset()
@@ -180,7 +181,7 @@ class _RecordedStep:
         self.leaves, self.constant = leaves, constant
 
     def fits(self, leaves: list[Any]) -> bool:
-        """Return whether the constant leaves are still the same objects."""
+        """Return whether the constant leaves are identical to the recorded objects."""
         return all(
             leaf is recorded_leaf
             for leaf, recorded_leaf, is_constant in zip(
@@ -201,7 +202,7 @@ class _RecordedStep:
 
 
 def structure_key(tree: Any) -> Hashable:
-    """Return a key that is equal for two trees on which a step runs the same kernels.
+    """Return a key that is equal for two trees on which a step runs equal kernels.
 
     It has the structure of the tree, the layout of tensors, and the values of numbers and strings; any other object is
     equal to itself alone.

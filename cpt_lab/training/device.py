@@ -111,7 +111,7 @@ def _missing_gpu_reason() -> str:
 
 
 def check_arithmetic(recipe: Recipe, device: torch.device) -> None:
-    """Raise ValueError if a recipe asks for TF32 and the device has none.
+    """Raise ValueError if a recipe asks for TF32 on a device without it.
 
     Otherwise a result row would claim TF32 that the run did not use.
     """

@@ -124,7 +124,7 @@ class Replay:
         self._check(session, batch)
 
     def run_shared(self, batch: list[Tensor]) -> Sequence[Any]:
-        """Execute what does not depend on a run, for a step whose batch has these tensors."""
+        """Execute the part of a step that does not depend on a run, for the tensors of its batch."""
         with torch.inference_mode():
             return self._functions.shared(*batch)
 
@@ -286,10 +286,10 @@ def _check_side_effects(
 ) -> None:
     """Raise ReplayError for writes to inputs that all runs read, and for random numbers drawn for every run."""
     for node in nodes:
-        written = [n for n in _written_nodes(node) if n in shared_inputs]
-        if written:
+        written_inputs = [n for n in _written_nodes(node) if n in shared_inputs]
+        if written_inputs:
             raise ReplayError(
-                f"{node.target} writes to {written[0]}, which all runs read"
+                f"{node.target} writes to {written_inputs[0]}, which all runs read"
             )
         tags = getattr(node.target, "tags", ())
         if node in run_dependent and torch.Tag.nondeterministic_seeded in tags:
@@ -366,7 +366,7 @@ def _run_dependent_nodes(nodes: list[fx.Node], start: set[fx.Node]) -> set[fx.No
 
 
 def _aliases(node: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """Return the arguments whose memory a call may share with its result, each with True if the call writes to it."""
+    """Return the arguments that may share memory with a call's result, each with True if the call writes to it."""
     if not isinstance(node.target, OpOverload):
         return []
     arguments = node.target._schema.arguments

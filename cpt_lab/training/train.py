@@ -364,10 +364,10 @@ def evaluate_and_check(
     evaluation = evaluate(session, state.step, policy)
     names = evaluation.get("not_finite")
     if names:
-        listed = ", ".join(names[:MAX_NAMES_IN_ERROR])
+        description = ", ".join(names[:MAX_NAMES_IN_ERROR])
         if len(names) > MAX_NAMES_IN_ERROR:
-            listed += f" and {len(names) - MAX_NAMES_IN_ERROR} more"
-        state.diverge(f"the evaluation at {policy}: {listed}")
+            description += f" and {len(names) - MAX_NAMES_IN_ERROR} more"
+        state.diverge(f"the evaluation at {policy}: {description}")
     return evaluation
 
 
