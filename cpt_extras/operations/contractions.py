@@ -219,7 +219,7 @@ def einsum(
     if not arrow:
         single = sorted(x for x in set(inputs) if x.isalpha() and inputs.count(x) == 1)
         result = ("..." if "..." in inputs else "") + "".join(single)
-    # an ellipsis that is summed over gets letters, like other summed dimensions
+    # an ellipsis that is summed_letters over gets letters, like other summed_letters dimensions
     if "..." in inputs and "..." not in result:
         free = "".join(x for x in ascii_letters if x not in inputs)
         terms = [
@@ -249,11 +249,11 @@ def _contract(
 ) -> Tensor:
     """Compute an einsum of two operands with quantised operands, as the matmul that it is, see ``run_matmul``."""
     equation = f"{terms[0]},{terms[1]}->{result}"
-    summed = [
+    summed_letters = [
         x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result
     ]
     if not any(
-        x in terms[0] and x in terms[1] for x in summed
+        x in terms[0] and x in terms[1] for x in summed_letters
     ):  # element by element, as a * b
         return function(equation, a, b)
     weights = mode.is_weight(a), mode.is_weight(b)
@@ -261,14 +261,16 @@ def _contract(
     for letter, size in _letter_sizes(terms[1], b).items():
         sizes[letter] = max(size, sizes.get(letter, 1))  # a size of 1 is expanded
     layer = _layer_of_contraction(mode, weights, a, b)
-    if _is_scaling(mode, terms, summed, sizes) and layer.kind != "linear":
+    if _is_scaling(mode, terms, summed_letters, sizes) and layer.kind != "linear":
         layer = in_full_precision(layer)
     places = mode.running.features
     features = (
         _feature_letter(terms[0], places.dim(a)),
         _feature_letter(terms[1], places.dim(b)),
     )
-    plan = _plan_contraction(mode, layer, terms, summed, sizes, weights, features)
+    plan = _plan_contraction(
+        mode, layer, terms, summed_letters, sizes, weights, features
+    )
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         tensors = {0: a, 1: b}
@@ -289,7 +291,7 @@ def _contract(
             return math.prod(sizes.values())
 
         along = tuple(
-            operand.position(_letter_dims(terms[i], tensors[i], summed))
+            operand.position(_letter_dims(terms[i], tensors[i], summed_letters))
             for i, operand in zip(plan.order, (first, second), strict=True)
         )
         operands = first.tensor, second.tensor, None
@@ -336,7 +338,7 @@ def _plan_contraction(
     mode: QuantizedOpsMode,
     layer: Interception,
     terms: tuple[str, str],
-    summed: list[str],
+    summed_letters: list[str],
     sizes: dict[Any, int],
     weights: tuple[bool, bool],
     features: tuple[str, str],
@@ -347,7 +349,7 @@ def _plan_contraction(
         mode: of the model.
         layer: that computes the einsum.
         terms: letters of both operands.
-        summed: letters that are summed over.
+        summed_letters: letters that are summed_letters over.
         sizes: size of every letter.
         weights: whether each operand is a weight.
         features: letter of the features of each operand, or "".
@@ -359,25 +361,30 @@ def _plan_contraction(
             if all(weights)
             else (input_role(layer, "linear"), "linear_weight")
         )
-        return _Contraction(order, (summed, summed), roles, "linear_grad")
-    rows, columns = _free_letters(terms, summed, 0), _free_letters(terms, summed, 1)
+        return _Contraction(
+            order, (summed_letters, summed_letters), roles, "linear_grad"
+        )
+    rows, columns = (
+        _free_letters(terms, summed_letters, 0),
+        _free_letters(terms, summed_letters, 1),
+    )
     counts = (
         _size_product(sizes, rows),
-        _size_product(sizes, summed),
+        _size_product(sizes, summed_letters),
         _size_product(sizes, columns),
     )
     weights_of_tokens = find_token_weights(
-        mode, counts, features[0] in rows, features[1] in summed
+        mode, counts, features[0] in rows, features[1] in summed_letters
     )
     ranged = {
-        "first": (summed, columns),
-        "second": (rows, summed),
+        "first": (summed_letters, columns),
+        "second": (rows, summed_letters),
         "state": (rows, columns),
-        "scores": (summed, summed),
+        "scores": (summed_letters, summed_letters),
     }[weights_of_tokens]
     if weights_of_tokens == "scores" or not (ranged[0] and ranged[1]):
         return _Contraction(
-            (0, 1), (summed, summed), ATTENTION_SCORES, "attention_grad"
+            (0, 1), (summed_letters, summed_letters), ATTENTION_SCORES, "attention_grad"
         )
     order = (1, 0) if weights_of_tokens == "second" else (0, 1)
     return _Contraction(order, ranged, ATTENTION_CONTEXT, "attention_grad")
@@ -386,23 +393,25 @@ def _plan_contraction(
 def _is_scaling(
     mode: QuantizedOpsMode,
     terms: tuple[str, str],
-    summed: list[str],
+    summed_letters: list[str],
     sizes: dict[Any, int],
 ) -> bool:
     """Return whether a sum has one element, and the first operand is no probability of the only token."""
-    if not all(sizes[letter] == 1 for letter in summed):
+    if not all(sizes[letter] == 1 for letter in summed_letters):
         return False
-    shape = _size_product(sizes, _free_letters(terms, summed, 0)), 1
+    shape = _size_product(sizes, _free_letters(terms, summed_letters, 0)), 1
     module = mode.running.stack[-1]
     return shape not in (*module.probabilities, *module.scores)
 
 
-def _free_letters(terms: tuple[str, str], summed: list[str], index: int) -> list[str]:
-    """Return the letters that one operand has alone, and that are not summed over."""
+def _free_letters(
+    terms: tuple[str, str], summed_letters: list[str], index: int
+) -> list[str]:
+    """Return the letters that one operand has alone, and that are not summed_letters over."""
     return [
         x
         for x in terms[index]
-        if x.isalpha() and x not in terms[1 - index] and x not in summed
+        if x.isalpha() and x not in terms[1 - index] and x not in summed_letters
     ]
 
 
@@ -437,7 +446,7 @@ class _ArrangedOperand:
         return x.reshape(self.shape).permute(inverse)
 
     def position(self, dims: list[int]) -> int:
-        """Return the position of the summed dimensions in the permuted operand, counted from its end."""
+        """Return the position of the summed_letters dimensions in the permuted operand, counted from its end."""
         places = [self.order.index(dim) for dim in dims]
         return min(places[-1], self.num_outer) - self.tensor.dim() if places else -1
 
@@ -480,7 +489,7 @@ def tensordot(
     summed_a = [i % a.dim() for i in dims[0]]
     summed_b = [j % b.dim() for j in dims[1]]
 
-    # a letter for every dimension; summed dimensions share theirs
+    # a letter for every dimension; summed_letters dimensions share theirs
     letters_a = list(ascii_letters[: a.dim()])
     letters_b = list(ascii_letters[a.dim() : a.dim() + b.dim()])
     for i, j in zip(summed_a, summed_b, strict=True):

@@ -78,16 +78,16 @@ def active_checkpoints(
         frame: of Python, from which reentrant checkpoints are searched.
         until: frame at which this search ends; None for that of the whole program.
     """
-    found = [
+    checkpoints = [
         _wrap_function(holder, "recompute_fn", mode, running)
         for holder in _checkpoint_frames()
     ]
     if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        found += [
-            _wrap_function(*place, mode, running)
-            for place in _reentrant_contexts(frame, until)
+        checkpoints += [
+            _wrap_function(context, name, mode, running)
+            for context, name in _reentrant_contexts(frame, until)
         ]
-    return tuple(found)
+    return tuple(checkpoints)
 
 
 def _wrap_function(
@@ -127,7 +127,7 @@ def _reentrant_contexts(frame: Any, until: Any) -> list[tuple[Any, str]]:
 
     These are reentrant checkpoints: they will run that function again in the backward pass.
     """
-    found = []
+    contexts = []
     running = set()  # what a checkpoint keeps and runs now it will run again
     for caller, _ in walk_stack(frame):
         if caller is until:
@@ -136,13 +136,13 @@ def _reentrant_contexts(frame: Any, until: Any) -> list[tuple[Any, str]]:
         if code.co_name == "forward" and code.co_argcount:
             context = caller.f_locals.get(code.co_varnames[0])
             if isinstance(context, FunctionCtx):
-                found += [
+                contexts += [
                     (context, name)
                     for name, value in vars(context).items()
                     if _code_of(value) in running
                 ]
         running.add(code)
-    return found
+    return contexts
 
 
 def _code_of(function: Any) -> Any:

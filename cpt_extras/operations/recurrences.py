@@ -236,11 +236,9 @@ def run_lstm(
 
 def num_time_steps(call: RecurrentCall) -> int:
     """Return the number of time steps."""
-    return (
-        call.x.shape[1 if call.is_batch_first else 0]
-        if call.sizes is None
-        else len(call.sizes)
-    )
+    if call.sizes is not None:
+        return len(call.sizes)
+    return call.x.shape[1 if call.is_batch_first else 0]
 
 
 def run_layers(
@@ -288,10 +286,10 @@ def run_steps(
     """
     xs = xs[::-1] if is_reverse else xs
     state, ys = tuple(s[: len(xs[0])] for s in start), []
-    ended: list[State] = []
+    ended_states: list[State] = []
     for x in xs:
         if len(x) < len(state[0]):
-            ended.append(tuple(s[len(x) :] for s in state))
+            ended_states.append(tuple(s[len(x) :] for s in state))
             state = tuple(s[: len(x)] for s in state)
         elif len(x) > len(state[0]):
             state = tuple(
@@ -300,6 +298,6 @@ def run_steps(
             )
         state = step(x, state)
         ys.append(state[0])
-    parts = [state, *ended[::-1]]
+    parts = [state, *ended_states[::-1]]
     y = torch.cat(ys[::-1] if is_reverse else ys)
     return y, *(torch.cat(tensors) for tensors in zip(*parts, strict=True))
