@@ -51,7 +51,9 @@ class ClaimTables:
         for entry in self.entries:
             date = entry.rule().partition(" ")[0]
             older = re.search(r"(some )?rows older", entry.rule())
-            rule = f"{date} ({'some' if older[1] else 'all'})" if older else date
+            rule = date
+            if older:
+                rule += " (some)" if older[1] else " (all)"
             claim = f"{entry.claim.claim} ({entry.claim.place})"
             lines.append(
                 (claim, f"**{verdict_text(entry)}**", self._measured(entry), rule)
@@ -101,26 +103,25 @@ class ClaimTables:
             return "–"
         if entry.effects[0][0].scale == "exact":
             return entry.effects[0][0].comparison
-        shared, times = Counter(
-            _comparison(effect) for effect, _ in entry.effects
-        ).most_common(1)[0]
-        if times == 1 < len(entry.effects):
+        comparisons = Counter(_comparison(effect) for effect, _ in entry.effects)
+        shared, count = comparisons.most_common(1)[0]
+        if count == 1 < len(entry.effects):
             shared = ""
-        by_word: dict[str, list[str]] = {}
+
+        texts_by_verdict: dict[str, list[str]] = {}
         for effect, word in entry.worded():
-            label = (
-                re.sub(r"^open", UNDECIDED, word)
-                if effect.n >= MIN_SEEDS
-                else FEW_SEEDS
-            )
-            by_word.setdefault(label, []).append(self._effect_text(effect, shared))
+            verdict = FEW_SEEDS
+            if effect.n >= MIN_SEEDS:
+                verdict = re.sub(r"^open", UNDECIDED, word)
+            text = self._effect_text(effect, shared)
+            texts_by_verdict.setdefault(verdict, []).append(text)
+
         lines = [f"{shared}:"] if shared else []
-        for word in sorted(
-            by_word, key=lambda word: (word == FEW_SEEDS, word.startswith(UNDECIDED))
-        ):
-            if len(by_word) > 1 or word == FEW_SEEDS:  # else the verdict has the word
-                lines.append(f"*{word}*")
-            lines += by_word[word]
+        for verdict in sorted(texts_by_verdict, key=_verdict_order):
+            # A single verdict is in the column before already.
+            if len(texts_by_verdict) > 1 or verdict == FEW_SEEDS:
+                lines.append(f"*{verdict}*")
+            lines += texts_by_verdict[verdict]
         return "<br>".join(lines)
 
     def _effect_text(self, effect: Effect, shared: str) -> str:
@@ -130,25 +131,27 @@ class ClaimTables:
         first = _comparison(effect)
         values = []
         for part in (effect, *effect.other_controls):
-            compared = _comparison(part)
-            head, _, tail = compared.rpartition(", ")
-            if re.sub(ONLY_ARMS, "", compared) == shared:
-                compared = " ".join(re.findall(ONLY_ARMS, compared)).strip()
+            comparison = _comparison(part)
+            head, _, tail = comparison.rpartition(", ")
+            if re.sub(ONLY_ARMS, "", comparison) == shared:
+                comparison = " ".join(re.findall(ONLY_ARMS, comparison)).strip()
             elif part is not effect and first.startswith(f"{head}, "):
-                compared = tail
-            lost = (
-                f", {part.diverged} of {len(part.start_times)} runs diverged"
-                if part.diverged
-                else ""
-            )
-            is_empty = math.isnan(part.interval[0])
-            value = (
-                f"no seed to compare{lost}"
-                if is_empty
-                else f"{interval_text(*part.interval)} ({part.n}{lost})"
-            )
-            values.append(f"{compared} {value}".strip())
+                comparison = tail
+            diverged = ""
+            if part.diverged:
+                runs = len(part.start_times)
+                diverged = f", {part.diverged} of {runs} runs diverged"
+            if math.isnan(part.interval[0]):
+                value = f"no seed to compare{diverged}"
+            else:
+                value = f"{interval_text(*part.interval)} ({part.n}{diverged})"
+            values.append(f"{comparison} {value}".strip())
         return f"{name}{level}: {' and '.join(values)}"
+
+
+def _verdict_order(verdict: str) -> tuple[bool, bool]:
+    """Return a sort key: inconclusive verdicts after the others, too few seeds last."""
+    return verdict == FEW_SEEDS, verdict.startswith(UNDECIDED)
 
 
 def verdict_text(entry: Entry) -> str:
@@ -212,4 +215,4 @@ def with_titles(text: str) -> str:
     'Penn Treebank/lstm of `ptb/lstm`'
     """
     pattern = rf"`[^`]*`|\b(?:{'|'.join(DATA_TITLES)})\b"
-    return re.sub(pattern, lambda found: DATA_TITLES.get(found[0], found[0]), text)
+    return re.sub(pattern, lambda match: DATA_TITLES.get(match[0], match[0]), text)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -77,20 +77,28 @@ def pages() -> dict[Path, str]:
     differing: dict[str, list[str]] = {topic: [] for topic in TOPICS}
     for place, text in differences():
         differing[topic_of(place)].append(_wrap(f"- `{place}`: {text}", "  "))
-    spending, switching = (study.tasks(runs)[0] for study in (h7, h10))
+
+    spending, switching = h7.tasks(runs)[0], h10.tasks(runs)[0]
     spending_alike = h7.gains_by_evaluation(spending)
-    repeated = _repeated_effects(answers)
+    replications = _replicated_effects(answers)
     tasks = list(_tasks_by_grid(runs))
     stored_at_paper = set(runs.loc[runs["scale"] == "paper", "key"])
+    claim_tables = {topic: ClaimTables(entries) for topic, entries in by_topic.items()}
+    stored = {
+        name: _stored_text(grids, stored_at_paper) for name, grids in GRIDS.items()
+    }
+    price_arms = []
+    for bits in h7.BUDGETS:
+        price_arms += [f"{bits}/8", h7.reduced_gradient_arm(bits)]
+    h5_effects = h5.effects(h5.cases(runs)).set_index(["case", "arm"])
+
     rendered = render(
         "results.md.j2",
         Path(__file__).parent,
         answers=_answers_table(answers),
         at_equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
         by_topic={**by_topic, "all": entries},
-        claim_tables={
-            topic: ClaimTables(of_topic) for topic, of_topic in by_topic.items()
-        },
+        claim_tables=claim_tables,
         coverage=claims.coverage(entries),
         decays=deficit_dates.outcome(decay_runs(runs)),
         deficit_dates=deficit_dates,
@@ -101,45 +109,26 @@ def pages() -> dict[Path, str]:
         kept=_rows_text,
         levels=_levels_table(tasks),
         needed=_needed_table(entries),
-        not_run_again=[
-            f"`{grid}`"
-            for grid, again in _fresh_seeds().items()
-            if not again and "-rates/" not in grid
-        ],
+        not_run_again=_unreplicated_grids(),
         printed_numbers=printed_numbers,
-        outcomes=Counter(one.outcome for one in repeated),
-        repeated=repeated,
-        repeated_levels=_levels_of_repeated(tasks),
+        outcomes=Counter(replication.outcome for replication in replications),
+        repeated=replications,
+        repeated_levels=_replication_levels(tasks),
         rates=tuned.rates_at_ends,
-        spending=h7.gains(spending).assign(
-            n=[len(task.quality(FULL_BITS_ARM)) for task in spending]
-        ),
+        spending=h7.gains(spending).assign(n=_num_seeds(spending)),
         spending_alike=spending_alike.iloc[:, [0, 2, 3]],
         spending_chosen=spending_alike.iloc[-1, 1],
-        spending_prices=[
-            arm
-            for bits in h7.BUDGETS
-            for arm in (f"{bits}/8", h7.reduced_gradient_arm(bits))
-        ],
-        stored={
-            name: _stored_text(grids, stored_at_paper) for name, grids in GRIDS.items()
-        },
+        spending_prices=price_arms,
+        stored=stored,
         studies={"h7": h7.STUDY, "h10": h10.STUDY},
         price_table=prices.price_table,
         switches=h10.switches(switching),
-        switching=h10.gains(switching).assign(
-            n=[len(task.quality(FULL_BITS_ARM)) for task in switching]
-        ),
+        switching=h10.gains(switching).assign(n=_num_seeds(switching)),
         switching_alike=h10.gains_by_evaluation(switching).iloc[:, [0, 2, 3]],
         tally=claims.tally,
-        won=h5.effects(h5.cases(runs))
-        .set_index(["case", "arm"])
-        .loc["characters", "over layers"],
+        won=h5_effects.loc["characters", "over layers"],
     )
-    parts = re.split(r"^<!-- page: (.*) -->\n\n?", rendered, flags=re.M)[1:]
-    texts = {}
-    for name, text in zip(parts[::2], parts[1::2], strict=True):
-        texts[PAGES / name] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    texts = _split_pages(rendered)
     claims_text = "\n".join(
         [
             commands.digest(sorted(results_dir().glob("*.jsonl"))),
@@ -147,6 +136,29 @@ def pages() -> dict[Path, str]:
         ]
     )
     return texts | {paper_dir() / "claims.txt": f"{claims_text}\n"}
+
+
+def _split_pages(rendered: str) -> dict[Path, str]:
+    """Return the text of every page of the rendered template, by path."""
+    parts = re.split(r"^<!-- page: (.*) -->\n\n?", rendered, flags=re.M)[1:]
+    texts = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        texts[PAGES / name] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return texts
+
+
+def _num_seeds(tasks: Iterable[Any]) -> list[int]:
+    """Return the number of seeds of every task."""
+    return [len(task.quality(FULL_BITS_ARM)) for task in tasks]
+
+
+def _unreplicated_grids() -> list[str]:
+    """Return the preregistered grids without runs on fresh seeds, in backticks."""
+    return [
+        f"`{grid}`"
+        for grid, effects in _fresh_seeds().items()
+        if not effects and "-rates/" not in grid
+    ]
 
 
 def topic_of(place: str) -> str:
@@ -191,12 +203,12 @@ def _grids_text(names: Iterable[str]) -> str:
     return ", ".join(f"`{grid}` ({plural(n, 'run')})" for grid, n in counts.items())
 
 
-def _stored_text(names: Iterable[str], stored: set[str]) -> str:
+def _stored_text(names: Iterable[str], stored_keys: set[str]) -> str:
     """Return how many runs of grids or artefacts are among the stored keys."""
-    keys = {
-        key for name in names for keys in _paper_scale(name).values() for key in keys
-    }
-    return f"{len(keys & stored):,} of {len(keys):,}"
+    keys: set[str] = set()
+    for name in names:
+        keys = keys.union(*_paper_scale(name).values())
+    return f"{len(keys & stored_keys):,} of {len(keys):,}"
 
 
 def _rows_text(name: str) -> str:
@@ -251,9 +263,10 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
         for key, gain in gains.items()
     }
     tasks = dict.fromkeys(task for task, _ in gains)
-    return pd.DataFrame(
-        {"schedule": list(SUITE)} | {t: [cells[t, arm] for arm in SUITE] for t in tasks}
-    )
+    columns = {"schedule": list(SUITE)}
+    for task in tasks:
+        columns[task] = [cells[task, arm] for arm in SUITE]
+    return pd.DataFrame(columns)
 
 
 # --- preregistered questions --------------------------------------------------------------------------
@@ -265,8 +278,8 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
     for answer in answers:
         outcome = answer.outcome.partition("; depends on the rule")[0]
         by_rule = dict(answer.by_rule)
-        alike = [
-            _outcome_alike(by_rule[rule], outcome) if rule in by_rule else "–"
+        outcomes_by_rule = [
+            _outcome_at_equal_bits(by_rule[rule], outcome) if rule in by_rule else "–"
             for rule in EVALUATION_RULES
         ]
         lines.append(
@@ -275,7 +288,7 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
                 answer.question_text,
                 outcome,
                 _primary_text(answer),
-                *alike,
+                *outcomes_by_rule,
             )
         )
     columns = ["", "question", "outcome", "primary effects, or the highest bounds"]
@@ -285,7 +298,7 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def _outcome_alike(rule_outcome: str, outcome: str) -> str:
+def _outcome_at_equal_bits(rule_outcome: str, outcome: str) -> str:
     """Return an outcome at equal evaluation bits; "the same" if it equals the registered one."""
     verdict, separator, p = rule_outcome.partition("; p ")
     if verdict == re.sub(r" \([^()]*\)", "", outcome):
@@ -401,7 +414,7 @@ def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _repeated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
+def _replicated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
     """Return pairs of committed effects and their replications with fresh seeds."""
     committed_effects = {
         effect.description: effect for answer in answers for effect in answer.primary
@@ -419,7 +432,7 @@ def _repeated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
     return effect_pairs
 
 
-def _levels_of_repeated(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
+def _replication_levels(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
     """Return the level of every replicated effect, by its comparison."""
     by_grid: dict[str, list[str]] = {}
     for part in tasks:
