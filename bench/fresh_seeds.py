@@ -65,7 +65,10 @@ def main() -> None:
             "commits": sorted(commit for commit, _ in sources),
             "data_checksum": sorted({row["data_checksum"] for row in rows}),
             "processors": sorted({row["provenance"]["machine"]["cpu"] for row in rows}),
-            "effects": {effect.now.what: list(effect.now.values) for effect in effects},
+            "effects": {
+                effect.replication.description: list(effect.replication.values)
+                for effect in effects
+            },
         }
     write_text(
         path,
