@@ -197,7 +197,7 @@ def test_public_names_in_a_docstring_lead_to_their_pages():
         "``make_schedule`` gives a ``CyclicSchedule``, ``q_max`` or ``Rex(d=0.5)``.",
         "Paper: section 3.",
     ]
-    conf.marked(None, "function", "cpt_core.make_schedule", None, None, lines)
+    conf.mark_sources(None, "function", "cpt_core.make_schedule", None, None, lines)
     led = ":py:obj:`CyclicSchedule <cpt_core.CyclicSchedule>`"
     assert lines == [
         f"``make_schedule`` gives a {led}, ``q_max`` or ``Rex(d=0.5)``.",
@@ -227,7 +227,7 @@ def test_docstrings_of_public_names_are_markup_that_the_site_can_read():
             lines = GoogleDocstring(
                 inspect.getdoc(thing) or "", settings, what=what
             ).lines()
-            conf.marked(None, what, place, thing, None, lines)
+            conf.mark_sources(None, what, place, thing, None, lines)
             said, text = (
                 io.StringIO(),
                 re.sub(r":py:obj:`(.*?)`", r"*\1*", "\n".join(lines)),
