@@ -1,4 +1,4 @@
-"""Tests that run every notebook in JupyterLab at smoke scale, and answer its questions."""
+"""Notebooks in JupyterLab at smoke scale: run top to bottom, and answered like a reader would."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def heard() -> PageLog:
-    """Return the log of console errors and requests."""
+    """Record the console messages and network requests of the page."""
     return PageLog(ITS_OWN)
 
 
@@ -48,7 +48,7 @@ def heard() -> PageLog:
 def book(
     name: str, browser: Browser, server: Server, heard: PageLog, shots: Path
 ) -> Iterator[Notebook]:
-    """Open the notebook in a new browser page."""
+    """Open the notebook."""
     context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
     page = context.new_page()
     heard.listen(page)
@@ -58,8 +58,10 @@ def book(
     server.stop_kernels()
 
 
-def test_notebook(book: Notebook, heard: PageLog, shots: Path) -> None:
-    """Run all cells, then check outputs, predictions, exercises and accessibility, which build on each other."""
+def test_notebook_runs_and_accepts_answers(
+    book: Notebook, heard: PageLog, shots: Path
+) -> None:
+    """Check all parts in one test, since later parts need earlier cells to have run."""
     stem, page = book.path.stem, book.page
     book.run_all()
     book.picture(shots / f"lab-{stem}.png")
@@ -101,7 +103,7 @@ def test_notebook(book: Notebook, heard: PageLog, shots: Path) -> None:
 
 
 def predictions(book: Notebook) -> None:
-    """Check that a question reveals its answer only after a choice."""
+    """Check that a question shows its answer only after a choice."""
     question_cells = book.containing(r'exercises\.predict\(\s*"([^"]+)"')
     answer_cells = book.containing(r'exercises\.reveal\(\s*"([^"]+)"')
     assert question_cells or book.path.stem[:2] in NO_PREDICTION
@@ -122,7 +124,7 @@ def predictions(book: Notebook) -> None:
 
 
 def exercise(book: Notebook) -> None:
-    """Check that the solutions pass the exercise checks, and nonsense does not."""
+    """Check that typed-in solutions are correct and nonsense is not."""
     checks = book.containing(r'exercises\.check\("([^"]+)"')
     if book.path.stem[:2] == "14":
         assert not checks  # it tells what came out of earlier questions

@@ -1,4 +1,4 @@
-"""Tests of the report, the page of ``make reproduce`` and the site, on a screen, magnified, dark and on a phone."""
+"""Report, reproduce page and site, as files: on a screen, magnified, in dark mode and on a phone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CUT = """() => [...document.querySelectorAll(".content img")]
 
 @pytest.fixture
 def heard() -> Iterator[PageLog]:
-    """Yield a log, and check that no page logged an error or a request."""
+    """Fail on any console message or network request of the page."""
     log = PageLog(offline=True)
     yield log
     assert log.messages == []
@@ -103,10 +103,10 @@ def visit(
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", PAGES)
-def test_page(
+def test_page_fits_and_is_accessible(
     name: str, view: str, visit: Callable[[str, str], Page], shots: Path
 ) -> None:
-    """Room for every word, words for every picture, silence, and nothing that axe calls serious."""
+    """Check layout, described images, a silent console, and no serious finding of axe."""
     page, width = visit(name, view), VIEWS[view]["viewport"]["width"]
     shot = f"{name.removesuffix('.html').replace('/', '-')}-{view}.png"
     height = min(page.evaluate("document.documentElement.scrollHeight"), TALLEST)
@@ -124,10 +124,10 @@ def test_page(
     assert_accessible(page)
 
 
-def test_reproduced_page_shows_runs_beside_paper(
+def test_reproduced_page_shows_runs_and_paper(
     visit: Callable[[str, str], Page],
 ) -> None:
-    """A page of a demo run has the figure of its runs and the table of claims beside the paper."""
+    """Show the figure of the demo runs and the table of the paper's claims."""
     page = visit("reproduced", "screen")
     expect(
         page.get_by_role("columnheader", name="the paper says").first
@@ -136,8 +136,8 @@ def test_reproduced_page_shows_runs_beside_paper(
     assert page.get_by_text("your data").count() == 0
 
 
-def test_a_notebook_is_handed_out(visit: Callable[[str, str], Page]) -> None:
-    """Its page has the file, as it is in the repository; from a server it is saved, from a folder it may be shown."""
+def test_notebook_page_offers_download(visit: Callable[[str, str], Page]) -> None:
+    """Link the file as in the repository; servers save it, folders may show it."""
     page = visit("notebooks/03_image_classification.html", "screen")
     link = page.get_by_role("link", name="Download this notebook")
     handed = Path(unquote(urlsplit(link.evaluate("a => a.href")).path))
@@ -148,8 +148,8 @@ def test_a_notebook_is_handed_out(visit: Callable[[str, str], Page]) -> None:
     )
 
 
-def test_explorer(visit: Callable[[str, str], Page]) -> None:
-    """It names both costs, trains both in a worker while the page goes on, and its verdict is that of its numbers."""
+def test_explorer_trains_and_states_verdict(visit: Callable[[str, str], Page]) -> None:
+    """Show both costs, train both in a worker, and derive the verdict from the numbers."""
     page = visit("explorer.html", "phone")
     verdict, train = page.locator("#verdict"), page.locator("#train")
     page.get_by_label("Schedule", exact=True).select_option("RTH")
@@ -175,7 +175,7 @@ def test_explorer(visit: Callable[[str, str], Page]) -> None:
 
 
 def test_explorer_of_static_precision(visit: Callable[[str, str], Page]) -> None:
-    """An address holds the settings; what is static is its own rival."""
+    """Read settings from the address; static precision is its baseline."""
     page = visit("explorer.html#family=STATIC&q_min=6&q_grad=6", "screen")
     expect(page.locator("#verdict")).to_contain_text(
         "At a cost of 0.5625, static 6 is its own static rival"
@@ -185,8 +185,8 @@ def test_explorer_of_static_precision(visit: Callable[[str, str], Page]) -> None
     assert "family=ER&q_min=6" in page.url
 
 
-def test_explorer_of_what_cannot_be_compared(visit: Callable[[str, str], Page]) -> None:
-    """What an address has wrong stays as it was; equal bits are no cycle; a training that diverged has no accuracy."""
+def test_explorer_of_incomparable_settings(visit: Callable[[str, str], Page]) -> None:
+    """Ignore invalid settings, and report equal bits and diverged trainings."""
     page = visit("explorer.html#q_min=2&q_max=abc&rate=7", "screen")
     assert page.evaluate("shown.s.q_max") == 8
     assert page.evaluate("shown.s.rate") == 0.1

@@ -1,4 +1,4 @@
-"""The rules that keep the house readable: rooms import one way, and what needs no torch imports without it."""
+"""Architecture rules: packages import in one direction, and torch-free modules import without torch."""
 
 import ast
 import re
@@ -139,7 +139,7 @@ TREES = {p: ast.parse(p.read_text()) for p in FILES}
 
 
 def room_of(module):
-    """The room of a module: "cpt_extras.kernels" of "cpt_extras.kernels.lstm"; the lessons are one."""
+    """Return the package of a module: "cpt_extras.kernels" for "cpt_extras.kernels.lstm"; the lessons are one."""
     package, *inner = module.split(".")
     return package if package == "cpt_lessons" or not inner else f"{package}.{inner[0]}"
 
@@ -151,7 +151,7 @@ def module_of(path):
 
 
 def imports_of(path, inside=True):
-    """Modules of the house that a file imports, also inside functions or not, such as "cpt_core.schedules.make"."""
+    """Return the modules of this project that a file imports, optionally without those inside functions."""
     for node in ast.walk(TREES[path]) if inside else TREES[path].body:
         if (
             isinstance(node, ast.ImportFrom)
@@ -167,7 +167,7 @@ def imports_of(path, inside=True):
 
 
 def runtime_imports(path):
-    """Modules that a file imports when it runs, also inside functions."""
+    """Return the modules that a file imports at run time, also inside functions."""
 
     def walk(node):
         for child in ast.iter_child_nodes(node):
@@ -186,17 +186,17 @@ def runtime_imports(path):
 
 
 def below(room):
-    """The rooms that a room may import, and itself."""
+    """Return the packages that a package may import, including itself."""
     return {room}.union(*(below(r) for r in ROOMS[room]))
 
 
-def test_every_room_is_named_and_says_what_it_is_for():
+def test_packages_are_listed_and_documented():
     assert {room_of(module_of(p)) for p in FILES} == set(ROOMS)
     for place in ROOT.glob("cpt_*/**/__init__.py"):
         assert ast.get_docstring(ast.parse(place.read_text())), place
 
 
-def test_imports_go_one_way():
+def test_imports_follow_package_order():
     above = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in FILES
@@ -208,7 +208,7 @@ def test_imports_go_one_way():
     assert not above, "the order of the rooms is ROOMS"
 
 
-def test_packages_go_one_way_and_rooms_stand_in_no_circle():
+def test_package_order_has_no_cycles():
     order, packages = list(ROOMS), ["cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons"]
     assert packages == sorted(packages, key=[r.split(".")[0] for r in order].index)
     for room, needs in ROOMS.items():
@@ -239,8 +239,8 @@ def test_core_names_extras_in_one_file():
     assert named == {"cpt_core/extensions.py"}
 
 
-def test_no_file_imports_itself_in_a_circle():
-    """Imports inside functions count; those for type checkers do not."""
+def test_imports_have_no_cycles_between_files():
+    """Count imports inside functions, but not those for type checkers."""
     graph = {
         module_of(path): set(runtime_imports(path)) - {module_of(path)}
         for path in FILES
@@ -259,7 +259,7 @@ def test_no_file_imports_itself_in_a_circle():
     assert not graph, "these files, or what they import, stand in a circle"
 
 
-def test_the_second_ring_is_opened_in_one_place_and_only_when_it_is_to_run():
+def test_compiled_kernels_are_imported_lazily_in_backend():
     outside = [path for path in FILES if not module_of(path).startswith(FASTER)]
     assert [
         p.name for p in outside if any(n.startswith(FASTER) for n in imports_of(p))
@@ -275,11 +275,11 @@ MAX_LOADED_MODULES = 50  # 47 when this was written
 
 
 def test_three_lines_load_few_modules():
-    """The README's three lines and a step load no module that the model does not need."""
+    """Load only what the README's three lines and a training step need."""
     assert 30 < len(sizes.loaded_files()) <= MAX_LOADED_MODULES
 
 
-def test_analysis_takes_the_store_and_nothing_else_of_sweeps():
+def test_analysis_imports_only_stores_of_sweeps():
     used = {
         n
         for p in FILES
@@ -294,8 +294,8 @@ def test_analysis_takes_the_store_and_nothing_else_of_sweeps():
     }  # the last two: how a store is read, and the fields of its rows
 
 
-def test_what_needs_no_torch_imports_without_it():
-    """One interpreter imports all of it and looks after every module; nor does it take what runs notebooks."""
+def test_torch_free_modules_import_without_torch():
+    """Import torch-free modules in one interpreter, without torch and notebook libraries."""
     modules = [
         m
         for m in map(module_of, FILES)
@@ -313,7 +313,7 @@ def test_what_needs_no_torch_imports_without_it():
     run_command(sys.executable, "-c", code)
 
 
-def test_the_library_never_chooses_a_device_or_prints():
+def test_library_neither_chooses_device_nor_prints():
     for path in FILES:
         assert ".cuda()" not in path.read_text(), path.name
         if "cpt_lessons" not in path.parts:
@@ -325,8 +325,8 @@ def test_the_library_never_chooses_a_device_or_prints():
             ], path.name
 
 
-def test_cores_are_counted_in_one_place():
-    """What a job may use is less than what the machine has: see ``cpt_lab.resources``."""
+def test_cpu_cores_are_counted_in_one_place():
+    """Count in ``cpt_lab.resources``, since a job may use fewer cores than the machine has."""
     counted = re.compile(r"cpu_count|sched_getaffinity")
     assert [p for p in FILES if counted.search(p.read_text())] == [
         ROOT / "cpt_lab/resources.py"
@@ -342,7 +342,7 @@ OPEN_BYTES = (
 )
 
 
-def test_text_files_are_utf_8_whatever_the_locale():
+def test_text_files_are_opened_as_utf_8():
     calls = [
         (p, n, ast.unparse(n.func))
         for p in FILES

@@ -1,4 +1,4 @@
-"""What the site is made of, and the eye that looks after its links; ``make book`` builds it whole."""
+"""Pages of the documentation site and its link checker; ``make book`` builds the site."""
 
 import base64
 import inspect
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def picture(color, alt):
-    """The output of a cell that shows a picture of one pixel."""
+    """Return the output of a cell that shows a one-pixel image."""
     buffer = io.BytesIO()
     Image.new("RGB", (1, 1), color).save(buffer, "png")
     data = {
@@ -75,7 +75,7 @@ def made():
 
 
 def prose(name, text):
-    """The text of a page without its code."""
+    """Return the text of a page without its code."""
     if name.endswith(".ipynb"):
         cells = json.loads(text)["cells"]
         text = "\n".join(
@@ -84,7 +84,7 @@ def prose(name, text):
     return "".join(pages.CODE.split(text)[::2])
 
 
-def test_every_public_name_has_a_page_and_a_line(made):
+def test_site_has_page_for_every_public_name(made):
     for name in pages.NAMES:
         directive = (
             rf"^\.\. (autoclass|autofunction|py:data):: cpt_core\.{re.escape(name)}$"
@@ -95,7 +95,7 @@ def test_every_public_name_has_a_page_and_a_line(made):
         ), name
 
 
-def test_every_page_is_in_the_contents(made):
+def test_site_contents_list_every_page(made):
     reached, new = set(), {"index.md"}
     while new:
         reached |= new
@@ -130,7 +130,7 @@ def test_every_page_is_in_the_contents(made):
     assert {path.relative_to(ROOT).as_posix() for path in documents} <= reached
 
 
-def test_links_of_pages_lead_to_pages(made):
+def test_site_page_links_lead_to_pages(made):
     seen = 0
     for name, text in made.items():
         if isinstance(text, str) and "orphan: true" not in text[:60]:
@@ -143,7 +143,7 @@ def test_links_of_pages_lead_to_pages(made):
     assert seen > 100
 
 
-def test_the_page_of_a_notebook_asks_nothing_and_hands_it_out_as_it_is(made):
+def test_site_notebook_page_has_answers_and_download(made):
     answers = 0
     for path in ROOT.glob("notebooks/*.ipynb"):
         cells = json.loads(made[f"notebooks/{path.name}"])["cells"]
@@ -177,7 +177,7 @@ DEAD = {
 }
 
 
-def test_a_link_to_a_file_leads_to_its_page():
+def test_relinked_points_file_links_to_pages():
     text = "[a](LICENSE#x) [b](cpt_core/schedules) [c](README.md) [d](https://e.org) `[e](f)`\n```\n[g](h)\n```\n"
     led, reached = pages.relink(ROOT / "README.md", text, [ROOT / "README.md"])
     assert led == text.replace("LICENSE#x", "LICENSE.md#x").replace(
@@ -191,7 +191,7 @@ def test_a_link_to_a_file_leads_to_its_page():
         pages.relink(ROOT / "docs/sweeps.md", "[a](nowhere.md)", [])
 
 
-def test_public_names_in_a_docstring_lead_to_their_pages():
+def test_docstring_names_link_to_api_pages():
     conf = pytest.importorskip("book.conf", reason="the extra book")
     lines = [
         "``make_schedule`` gives a ``CyclicSchedule``, ``q_max`` or ``Rex(d=0.5)``.",
@@ -205,7 +205,7 @@ def test_public_names_in_a_docstring_lead_to_their_pages():
     ]
 
 
-def test_docstrings_of_public_names_are_markup_that_the_site_can_read():
+def test_docstrings_of_public_names_are_valid_rest():
     conf = pytest.importorskip("book.conf", reason="the extra book")
     from docutils.core import publish_doctree
     from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -240,7 +240,7 @@ def test_docstrings_of_public_names_are_markup_that_the_site_can_read():
     assert seen > 100
 
 
-def test_write_puts_every_page_in_its_place(tmp_path, monkeypatch):
+def test_write_places_every_page(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "pages", lambda: {"a.md": "ü", "b/c.png": b"two"})
     pages.write(tmp_path)
     assert (tmp_path / "a.md").read_text(encoding="utf-8") == "ü"
@@ -268,7 +268,7 @@ GOOD = '<a href="b/c.html#here">x</a><a href="#top">y</a><p id="top"></p><a href
         ),
     ],
 )
-def test_links_that_lead_nowhere_are_named(tmp_path, bad, why):
+def test_link_checker_names_broken_links(tmp_path, bad, why):
     site = tmp_path / "site"
     (site / "b").mkdir(parents=True)
     (site / "b/c.html").write_text(
@@ -281,8 +281,8 @@ def test_links_that_lead_nowhere_are_named(tmp_path, bad, why):
 
 
 @pytest.mark.slow
-def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_path):
-    """A site of three pages; a cell that would end the build if it ran shows what it has stored."""
+def test_sphinx_builds_offline_pages(made, tmp_path):
+    """Build a site of three pages, with stored cell outputs and without running cells."""
     pytest.importorskip("sphinx", reason="the extra book")
     source, site = tmp_path / "source", tmp_path / "site"
     (source / "api").mkdir(parents=True)

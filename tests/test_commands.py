@@ -1,4 +1,4 @@
-"""The command line: plans, runs, results, reports, and what it says to wrong input."""
+"""Command line: plans, runs, results, reports, and messages for invalid input."""
 
 import math
 import os
@@ -38,7 +38,7 @@ def place(tmp_path, monkeypatch):
 
 
 def keep(spec, status="ok", **more):
-    """Store a row of a run, as if it had been done."""
+    """Store a row of a run, as if it had finished."""
     row = {**stores.describe(spec), "status": status, "error": "x\ny", **more}
     stores.append_row(stores.store_path(spec.scale, spec.recipe.task), row)
 
@@ -256,9 +256,10 @@ def keep(spec, status="ok", **more):
         (["conquer"], "No such command 'conquer'"),
     ],
 )
-def test_wrong_input_ends_with_one_clear_line_before_any_work(
+def test_command_reports_invalid_input_in_one_line(
     words, message, command, place, monkeypatch
 ):
+    """Report invalid input in one line before any work starts."""
     monkeypatch.setenv("CPT_DATA_DIR", str(place / "data"))
     status, _, said = command(*words)
     said = re.sub(r"[\s│╭╰─╮╯]+", " ", said)
@@ -269,7 +270,7 @@ def test_wrong_input_ends_with_one_clear_line_before_any_work(
     assert [p for p in (place / "runs").rglob("*.jsonl") if p.read_text()] == []
 
 
-def test_a_command_names_the_extra_of_what_its_modules_import(command, monkeypatch):
+def test_command_names_extra_of_missing_import(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.delitem(sys.modules, "cpt_lab.sweeps.forecast")
     said = f"error: pandas cannot be imported; {install_hint('lab')}"
@@ -277,7 +278,7 @@ def test_a_command_names_the_extra_of_what_its_modules_import(command, monkeypat
     assert (status, err.splitlines()[-1]) == (2, said)
 
 
-def test_an_empty_archive_is_no_ctrl_d(command, place):
+def test_range_test_command_reports_empty_archive(command, place):
     (place / "empty.npz").touch()
     status, _, said = command("range-test", f"{place}/empty.npz", "--task", "graph")
     assert status == 2
@@ -285,9 +286,8 @@ def test_an_empty_archive_is_no_ctrl_d(command, place):
     assert "Aborted" not in said
 
 
-def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(
-    command, monkeypatch
-):
+def test_run_command_runs_all_grids_of_study(command, monkeypatch):
+    """Run all grids of a figure or study, and store the rows of each task in its store."""
     asked = []
     monkeypatch.setattr(
         sweep,
@@ -302,7 +302,7 @@ def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(
     assert asked == [("language_model.jsonl", 2), ("graph.jsonl", 3)]
 
 
-def test_a_run_takes_other_values_for_the_parameters_of_its_grid(command, monkeypatch):
+def test_run_command_overrides_grid_parameters(command, monkeypatch):
     asked = []
     monkeypatch.setattr(
         sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or []
@@ -370,7 +370,7 @@ def test_a_run_takes_other_values_for_the_parameters_of_its_grid(command, monkey
     ]
 
 
-def test_a_run_takes_other_deficits(command, monkeypatch):
+def test_run_command_overrides_deficits(command, monkeypatch):
     asked = []
     monkeypatch.setattr(
         sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or []
@@ -401,7 +401,7 @@ def test_a_run_takes_other_deficits(command, monkeypatch):
     ] == [(((5, 12),), 3, "constant"), (((9, 16),), 3, "constant")]
 
 
-def test_savings_choose_among_the_runs_of_several_grids(command, monkeypatch):
+def test_run_command_filters_by_arms_and_savings(command, monkeypatch):
     asked = []
     monkeypatch.setattr(
         sweep, "run_grid", lambda specs, store, options: asked.extend(specs) or []
@@ -415,7 +415,7 @@ def test_savings_choose_among_the_runs_of_several_grids(command, monkeypatch):
     assert [s.arm for s in asked] == ["ER", "ETH"]
 
 
-def test_a_plan_counts_exactly_the_runs_that_were_asked_for(command):
+def test_plan_command_counts_selected_runs(command):
     words = [
         "digits/mlp6",
         "--scale",
@@ -445,7 +445,7 @@ def test_a_plan_counts_exactly_the_runs_that_were_asked_for(command):
     )
 
 
-def test_rows_of_a_grid_are_shown_and_written(command, place):
+def test_rows_command_prints_and_writes_csv(command, place):
     words = [
         "rows",
         "digits/mlp6",
@@ -481,7 +481,7 @@ def test_rows_of_a_grid_are_shown_and_written(command, place):
     assert command(*words)[1].splitlines()[-1] == "5 of 6 runs stored, 1 of them failed"
 
 
-def test_rows_of_a_grid_may_be_none(command):
+def test_rows_command_without_stored_rows(command):
     assert command("rows", "digits/mlp6", "--scale", "smoke")[:2] == (
         0,
         "0 of 12 runs stored\n",
@@ -492,7 +492,7 @@ def test_rows_of_a_grid_may_be_none(command):
     )
 
 
-def test_every_command_has_its_help(command):
+def test_help_lists_every_command(command):
     _, out, _ = command("--help")
     listed = set(re.findall(r"^\W*([a-z][a-z-]+)  ", out, re.MULTILINE))
     assert {"plan", "run", "notebooks", "claims"} < listed
@@ -501,7 +501,7 @@ def test_every_command_has_its_help(command):
         assert (status, "Usage" in out) == (0, True)
 
 
-def test_a_plan_counts_what_is_done_failed_and_missing(command):
+def test_plan_command_counts_done_failed_and_missing(command):
     for spec, status in zip(
         grids.grid_specs("digits/mlp6", "smoke"),
         ["ok", "diverged", "failed"],
@@ -513,7 +513,7 @@ def test_a_plan_counts_what_is_done_failed_and_missing(command):
     assert "12 runs: 2 done, 1 failed, 9 missing" in out
 
 
-def test_runs_of_two_grids_are_named_in_a_plan_and_done_once(command):
+def test_plan_command_counts_shared_runs_once(command):
     out = command("plan", "table_1", "--scale", "paper")[1]
     assert "; 87 runs: " in out
     assert "\n3 of them are runs of another grid, too; each is done once" in out
@@ -521,7 +521,7 @@ def test_runs_of_two_grids_are_named_in_a_plan_and_done_once(command):
     assert "with I <= N <= 84, the runs" in " ".join(said.split())
 
 
-def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
+def test_plan_estimates_cost_from_cached_timing(monkeypatch):
     known = Calibration(
         seconds_per_step=0.5,
         peak_memory=1,
@@ -545,7 +545,7 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     assert said in forecast.text(frame)
 
 
-def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, place):
+def test_plan_command_measures_only_on_request(command, monkeypatch, place):
     def measured(spec, device):
         asked.append(spec.recipe.model)
         raise RuntimeError("no luck")
@@ -576,7 +576,7 @@ def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, pla
     assert "no luck" in out
 
 
-def test_every_figure_and_table_has_its_grids():
+def test_grids_cover_every_figure_and_table():
     artefacts = {grid.artefact for grid in GRIDS.values()}
     assert artefacts == {
         "table_1",
@@ -602,7 +602,7 @@ def test_every_figure_and_table_has_its_grids():
 
 
 @pytest.mark.slow
-def test_a_measurement_is_kept_and_agrees_with_a_run(place):
+def test_step_timing_is_cached_and_plausible(place):
     (spec,) = specs_of("CR")
     assert cached_timing(spec) is None
     (place / "runs").mkdir()
@@ -634,8 +634,8 @@ def test_a_measurement_is_kept_and_agrees_with_a_run(place):
     )
 
 
-def test_a_measurement_takes_the_steps_of_training(monkeypatch):
-    """It clips gradients and sets the learning rate, as every step of a run does."""
+def test_step_timing_measures_training_steps(monkeypatch):
+    """Time steps that clip gradients and set the learning rate, as in a run."""
     (spec,) = specs_of("CR", clip=0.001, lr=0.5)
     seen = []
 
@@ -670,7 +670,7 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default:measurements cannot be kept")
-def test_a_plan_needs_no_folder_that_can_be_written(command, place):
+def test_plan_command_works_without_writable_folder(command, place):
     (place / "runs").write_text("a file where the folder should be")
     status, out, said = command("plan", "digits/mlp6", "--scale", "smoke", "--measure")
     first, why = said.splitlines()
@@ -681,7 +681,7 @@ def test_a_plan_needs_no_folder_that_can_be_written(command, place):
     assert "missing runs of 1 grids one after the other here" in out
 
 
-def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(
+def test_step_timing_key_covers_machine_and_recipe(
     monkeypatch,
 ):
     (spec,) = specs_of("CR")
@@ -703,7 +703,7 @@ def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(
             assert step_timing._key(spec, "cpu") != former, name
 
 
-def test_random_data_on_which_training_diverges_are_no_measurement():
+def test_step_timing_rejects_diverging_random_data():
     (spec,) = specs_of("CR", clip=None, lr=1e30)
     refused(
         "the loss of random data is not finite",
@@ -714,7 +714,7 @@ def test_random_data_on_which_training_diverges_are_no_measurement():
     )
 
 
-def test_how_many_runs_share_a_gpu():
+def test_runs_per_gpu_is_limited_by_memory():
     gigabyte = 2**30
 
     def packed(on_gpu, on_host, cores=16):
@@ -729,7 +729,7 @@ def test_how_many_runs_share_a_gpu():
 
 
 @pytest.mark.slow
-def test_run_then_report(command, place, monkeypatch):
+def test_run_command_then_report(command, place, monkeypatch):
     words = [
         "run",
         "digits/mlp6",
@@ -757,9 +757,7 @@ def test_run_then_report(command, place, monkeypatch):
     assert "smoke scale" not in page
 
 
-def test_machines_without_a_common_disk_take_parts_of_a_grid_and_their_rows_are_one_file(
-    command, monkeypatch, tmp_path
-):
+def test_run_command_shards_merge_into_one_store(command, monkeypatch, tmp_path):
     words, files, keys = (
         ["run", "digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "static 8"],
         [],
@@ -784,7 +782,7 @@ def test_machines_without_a_common_disk_take_parts_of_a_grid_and_their_rows_are_
     assert "3 ok" in out
 
 
-def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch):
+def test_run_command_prints_reason_of_failed_runs(command, monkeypatch):
     errors = {
         "CR": "Traceback\nValueError: no luck",
         "RR": "took longer than 5 s\nthe end of its log",
@@ -820,7 +818,7 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
     assert "--retry-failed" in said
 
 
-def test_results_are_typed(tmp_path):
+def test_result_table_has_typed_columns(tmp_path):
     assert load(tmp_path / "none.jsonl").dtypes.to_dict() == table([]).dtypes.to_dict()
     runs = load(DIGITS)
     assert (
@@ -832,7 +830,7 @@ def test_results_are_typed(tmp_path):
     assert len(runs) == len(set(runs.key)) == len(DIGITS.read_text().splitlines())
 
 
-def test_parameters_of_notebooks_as_words():
+def test_parse_notebook_parameters_from_words():
     assert parse(["schedules=[]", "scale=paper", "n_cycles=4"]) == {
         "schedules": [],
         "scale": "paper",
@@ -841,7 +839,7 @@ def test_parameters_of_notebooks_as_words():
     assert parse(["schedules=['CR', \"RR\"]"]) == {"schedules": ["CR", "RR"]}
 
 
-def test_a_range_test_says_what_it_found(command, place):
+def test_range_test_command_prints_result_and_figure(command, place):
     words = [
         "range-test",
         "digits",
@@ -867,7 +865,7 @@ def test_a_range_test_says_what_it_found(command, place):
 
 
 @pytest.mark.slow
-def test_a_try_of_boxes_says_that_it_takes_hours(command, monkeypatch):
+def test_try_command_warns_of_hours_for_detection(command, monkeypatch):
     def stopped(*given, **options):
         raise KeyboardInterrupt
 
@@ -879,7 +877,7 @@ def test_a_try_of_boxes_says_that_it_takes_hours(command, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
+def test_try_command_prints_answer_and_writes_page(command, place):
     words = ["try", "digits", "--scale", "smoke", "--seeds", "1", "--workers", "0"]
     status, said, _ = command(*words)
     assert status == 0, said
@@ -912,7 +910,7 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert rows.read_bytes() == before  # nothing is trained twice
 
 
-def test_tries_of_folders_with_names_that_are_alike_are_apart(place):
+def test_try_command_separates_similar_folder_names(place):
     stores = set()
 
     def run(specs, store):
@@ -933,7 +931,7 @@ def test_tries_of_folders_with_names_that_are_alike_are_apart(place):
     assert len(stores) == 2
 
 
-def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
+def test_try_command_prints_reason_of_failed_training(command, monkeypatch):
     monkeypatch.setattr(
         "cpt_lab.sweeps.sweep.run_grid",
         lambda specs, store, options: [
@@ -954,7 +952,7 @@ def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
 
 
 @pytest.mark.slow
-def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp_path):
+def test_claims_command_prints_summary_or_all(command, monkeypatch, tmp_path):
     entries, store, asked = (
         judge_claims(load(results_dir() / "language_pydoc.jsonl")),
         tmp_path / "own" / "mine.jsonl",
@@ -1003,8 +1001,8 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
 
 
 @pytest.mark.slow
-def test_claims_with_their_evidence_where_the_locale_has_no_utf_8(place):
-    """Nor does such a locale stop on the name of a file; that all are written as UTF-8, test_architecture says."""
+def test_claims_command_works_without_utf_8_locale(place):
+    """Print UTF-8 and accept any file name in the C locale; test_architecture checks written files."""
     script = """if True:
         import sys
         from pathlib import Path
@@ -1026,7 +1024,7 @@ def test_claims_with_their_evidence_where_the_locale_has_no_utf_8(place):
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in said
 
 
-def test_try_names_its_model_and_says_every_training(command, place, monkeypatch):
+def test_try_command_names_model_and_trainings(command, place, monkeypatch):
     words = [
         "try",
         "digits",
@@ -1051,7 +1049,7 @@ def test_try_names_its_model_and_says_every_training(command, place, monkeypatch
 @pytest.mark.parametrize(
     "dataset", ["./<img src=x onerror=alert(1)>/", "../../mine/", ".hidden/"]
 )
-def test_try_writes_into_a_folder_that_is_shown(dataset, place):
+def test_try_command_writes_into_visible_folder(dataset, place):
     made = replace(recipe("smoke"), dataset=dataset)
     folder = precision_search_report._folder(made, "smoke")
     assert folder.name[0].isalnum()
@@ -1062,7 +1060,7 @@ def test_try_writes_into_a_folder_that_is_shown(dataset, place):
     assert former.name[0] == "."
 
 
-def test_notebooks_lists_parameters(command):
+def test_notebooks_command_lists_parameters(command):
     status, out, _ = command("notebooks", "--parameters", "03")
     assert status == 0
     assert out.startswith("03_image_classification.ipynb\nscale")

@@ -1,4 +1,4 @@
-"""What runs on a GPU runs here on the CPU too: sampling, every task with stop and resume, workers, captured steps."""
+"""GPU code that also runs on the CPU: sampling, all tasks with stop and resume, workers, captured steps."""
 
 from dataclasses import replace
 
@@ -24,14 +24,14 @@ from cpt_lab.training.train import train
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=WITH_CUDA) for name in checks.TASKS]
 )
-def test_every_task_trains_stops_and_resumes(name):
-    """On a CPU their own tests stop and resume them."""
+def test_cuda_tasks_train_stop_and_resume(name):
+    """Train all tasks on CUDA; the tests of the tasks cover the CPU."""
     found = checks.task(name, "cuda")
     assert "failed" not in found, found
 
 
 @pytest.mark.parametrize("name", ["quantisers", *checks.LAYERS])
-def test_quantisers_and_layers_give_the_numbers_of_the_cpu(name, device):
+def test_quantizers_and_layers_match_cpu(name, device):
     found = (
         checks.quantisers(device.type)
         if name == "quantisers"
@@ -40,7 +40,7 @@ def test_quantisers_and_layers_give_the_numbers_of_the_cpu(name, device):
     assert "failed" not in found, found
 
 
-def test_sampled_neighbourhoods_on_a_device(device):
+def test_sample_blocks_on_device(device):
     source, target = torch.unique(
         torch.randint(0, 60, (2, 900), generator=torch.Generator().manual_seed(0)),
         dim=1,
@@ -70,7 +70,7 @@ def test_sampled_neighbourhoods_on_a_device(device):
 
 
 def demo(**changes):
-    """A short run at a scale that takes a GPU."""
+    """Return a short run at a scale that uses a GPU."""
     small = replace(
         recipe("demo", "digits", "mlp6"),
         steps=6,
@@ -90,7 +90,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("way", "where"), WAYS)
-def test_a_worker_runs_on_its_device(way, where, tmp_path):
+def test_worker_runs_on_its_device(way, where, tmp_path):
     gpu = 0 if way is supervise else None
     (outcome,) = way(
         Job(demo(), tmp_path / "rows.jsonl", SweepOptions(device=where), gpu=gpu)
@@ -111,7 +111,7 @@ CAPTURED = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dataset", "model"), CAPTURED)
-def test_captured_steps_are_those_that_they_replace(dataset, model, monkeypatch):
+def test_captured_cuda_steps_equal_eager(dataset, model, monkeypatch):
     base = replace(
         recipe("smoke", dataset, model),
         steps=12,
@@ -134,7 +134,7 @@ def test_captured_steps_are_those_that_they_replace(dataset, model, monkeypatch)
     torch.testing.assert_close(*map(torch.stack, losses), atol=1e-3, rtol=1e-3)
 
 
-def test_the_row_of_a_run_on_a_gpu_says_what_was_captured(monkeypatch):
+def test_row_of_gpu_run_states_captured_steps(monkeypatch):
     spec = demo()
     run = train(load_task_class(spec), spec)
     monkeypatch.setattr(worker, "peak_memory", lambda device: 1)

@@ -1,4 +1,4 @@
-"""Examples in docstrings and pages run, links lead somewhere, and generated pages are what code and rows say."""
+"""Documentation: examples run, links lead somewhere, and generated pages match code and rows."""
 
 import doctest
 import importlib
@@ -41,7 +41,7 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name):
+def test_docstring_examples_run(name):
     module = importlib.import_module(name)
     outcome = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert outcome.failed == 0
@@ -49,7 +49,7 @@ def test_docstring_examples(name):
 
 
 @pytest.mark.slow
-def test_the_pages_of_results_are_up_to_date():
+def test_results_pages_are_up_to_date():
     pages = results.pages()
     kept = {
         path: path.read_text()
@@ -69,7 +69,7 @@ def test_the_pages_of_results_are_up_to_date():
         ), claim.id
 
 
-def test_the_grids_that_pages_run_are_there():
+def test_pages_name_existing_grids():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = {
         name
@@ -86,7 +86,7 @@ def page(name):
 
 
 def kept(name):
-    """What a file under data/results holds."""
+    """Return the content of a file in data/results."""
     return json.loads((results_dir() / f"{name}.json").read_text())
 
 
@@ -99,7 +99,7 @@ TASKS = {
 }
 
 
-def test_small_studies_page_states_gains_of_rising_bits():
+def test_small_studies_page_states_rising_bits():
     text = page("docs/small-studies.md")
     for task, runs in kept("adaptive")["tasks"].items():
         gain = interval_text(
@@ -109,7 +109,7 @@ def test_small_studies_page_states_gains_of_rising_bits():
         assert all(abs(run["costs"]["static"] / run["cost"] - 1) < 1e-3 for run in runs)
 
 
-def test_the_page_of_small_studies_says_which_bits_evaluate():
+def test_small_studies_page_states_evaluation_bits():
     found = {
         (row["task"], row["trained"], row["seed"]): row["quality"]
         for row in kept("evaluated_at")["rows"]
@@ -139,7 +139,7 @@ def test_the_page_of_small_studies_says_which_bits_evaluate():
     )
 
 
-def test_the_page_of_small_studies_says_which_roles_should_have_the_bits():
+def test_small_studies_page_states_bits_of_roles():
     found = kept("roles")
     quality = {
         (row["task"], row["arm"], row["seed"]): row["quality"] for row in found["rows"]
@@ -173,12 +173,12 @@ def test_the_page_of_small_studies_says_which_roles_should_have_the_bits():
 
 
 def standing(gains):
-    """The keys of differences that a two-sided t test tells from 0, by Holm's rule over all of them."""
+    """Return the keys of the differences that a two-sided t test finds significant, by Holm's rule."""
     adjusted = holm([ttest_1samp(x, 0).pvalue for x in gains.values()])
     return {key for key, p in zip(gains, adjusted, strict=True) if p < 0.05}
 
 
-def test_the_page_of_small_studies_says_in_which_order_bits_come():
+def test_small_studies_page_states_order_of_bits():
     found = {
         (row["task"], row["arm"], row["seed"]): row["quality"]
         for row in kept("order_of_bits")["rows"]
@@ -213,14 +213,14 @@ def test_the_page_of_small_studies_says_in_which_order_bits_come():
         assert f"| {task} | {line} |" in page("docs/small-studies.md")
 
 
-def test_the_page_on_sweeps_says_what_runs_side_by_side_gain():
+def test_sweeps_page_states_gains_of_batched_runs():
     for name, of in kept("together")["recipes"].items():
         ratios = " | ".join(f"{of[column]:.1f}" for column in ("R=2", "R=11"))
         line = f"| {name} | {of['alone_s']:.1f} s | {ratios} | {of['sweep_s']:.0f} s | {of['sweep']:.1f} |"
         assert line in page("docs/sweeps.md")
 
 
-def test_pages_say_how_long_a_step_takes_on_a_gpu():
+def test_pages_state_gpu_step_times():
     found = kept("gpu")
     kinds = (
         "float32",
@@ -271,7 +271,7 @@ def test_pages_say_how_long_a_step_takes_on_a_gpu():
     assert "Apart from three Penn Treebank runs, everything" in page("README.md")
 
 
-def test_the_page_on_sweeps_prices_the_whole_paper():
+def test_sweeps_page_states_cost_of_paper_runs():
     told, rows = page("docs/sweeps.md"), pd.DataFrame(kept("paper_scale")["rows"])
     of_paper = [
         (n, grid.make("paper"))
@@ -338,7 +338,7 @@ OUTCOMES = {  # the words of the rows; README and report.HEADLINE rest on those 
 
 
 @pytest.mark.parametrize("question", OUTCOMES)
-def test_questions_have_the_outcomes_readme_rests_on(question):
+def test_questions_page_has_outcomes_cited_in_readme(question):
     answers = page("docs/reproducing/questions.md")
     outcome, *_ = re.findall(rf"^\| {question} \| [^|]* \| ([^|]*) \|", answers, re.M)
     assert re.sub("^(confirmed|contradicted): ", "", outcome) == OUTCOMES[question]
@@ -350,7 +350,7 @@ def test_questions_have_the_outcomes_readme_rests_on(question):
         )
 
 
-def test_readme_says_what_was_learnt_in_one_sentence():
+def test_readme_states_findings_in_one_sentence():
     learnt = " ".join(
         page("README.md").split("## What we learnt")[1].split("## ")[0].split()
     )
@@ -400,7 +400,7 @@ def test_readme_first_screen_has_three_commands():
     ] == []
 
 
-def test_readme_names_the_extra_that_brings_jupyter():
+def test_readme_names_the_extra_of_jupyter():
     extras = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]
     assert any(line.startswith("jupyterlab") for line in extras["notebooks"])
     assert not any(
@@ -413,7 +413,7 @@ def test_readme_names_the_extra_that_brings_jupyter():
     )
 
 
-def test_readme_figure_states_what_the_paper_says():
+def test_readme_figure_states_claims_of_paper():
     known = {claim.id: claim.claim for claim in claims.claims()}
     assert "exceed" in known[readme_figure.STATED["small"][0]]
     assert (
@@ -435,7 +435,7 @@ def test_readme_figure_states_what_the_paper_says():
     assert "static 8 reaches" in drawn._supxlabel.get_text()
 
 
-def test_the_page_on_use_says_what_the_ten_schedules_came_to():
+def test_should_i_use_it_states_schedule_comparisons():
     schedules = "|".join(cpt_core.SUITE)
     table = re.findall(
         rf"^\| (?:{schedules}) \|(.*)\|$", page("docs/reproducing/schedules.md"), re.M
@@ -449,7 +449,7 @@ def test_the_page_on_use_says_what_the_ten_schedules_came_to():
     assert said in " ".join(page("docs/should-i-use-it.md").split())
 
 
-def test_what_won_h5_can_be_written_by_hand():
+def test_questions_page_states_h5_winner():
     answers = " ".join(page("docs/reproducing/questions.md").split())
     won = next(
         spec.schedule
@@ -470,7 +470,7 @@ def test_what_won_h5_can_be_written_by_hand():
     assert told.format(*shares) in answers
 
 
-def test_lines_of_pages_fit_a_screen():
+def test_pages_have_short_lines():
     for path in [README, *(ROOT / "docs").rglob("*.md")]:
         table = (
             1500 if path.parent == results.PAGES else 300
@@ -497,8 +497,8 @@ EXAMPLES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples_run(example, tmp_path, monkeypatch):
-    """The examples, cut out of the pages and run as they stand there; a mark begins one, of one block or more."""
+def test_page_examples_run(example, tmp_path, monkeypatch):
+    """Run the marked examples of the pages as written; an example has one or more code blocks."""
     blocks = [b.split("```")[0] for b in example.split("```python")[1:]]
     code = "\n".join(b for b in blocks if "PrecisionCallback" not in b)
     assert code.count("cpt.") >= 3
@@ -506,7 +506,7 @@ def test_the_examples_run(example, tmp_path, monkeypatch):
     exec(code, {"__name__": "__main__"})
 
 
-def test_the_three_lines_of_the_first_screen_run():
+def test_readme_three_lines_run():
     assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 3, 2]
     lines = README.read_text().split("```python\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 3
@@ -515,7 +515,7 @@ def test_the_three_lines_of_the_first_screen_run():
     assert names["model"][0].precision.bits == names["schedule"](0)
 
 
-def test_links_of_the_pages_lead_somewhere():
+def test_page_links_lead_somewhere():
     seen = 0
     folders = (
         "*.md",
@@ -538,7 +538,7 @@ def test_links_of_the_pages_lead_somewhere():
 
 
 def markdown(path):
-    """The text of a page, or that of a notebook without its code."""
+    """Return the text of a page, or of a notebook without its code."""
     cells = json.loads(path.read_text())["cells"] if path.suffix == ".ipynb" else []
     parts = [
         "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
@@ -547,7 +547,7 @@ def markdown(path):
 
 
 def anchors(page):
-    """The anchors of a page's headings, as Markdown's readers make them."""
+    """Return the anchors of a page's headings, as Markdown renderers make them."""
     headings = re.findall(r"^#+ (.*)$", markdown(page), re.M)
     return {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -555,8 +555,8 @@ def anchors(page):
     }
 
 
-def test_the_page_for_teachers_has_the_study_time_of_every_notebook():
-    """Notebooks 03 to 08, which follow the paper, state none."""
+def test_teaching_page_states_study_times():
+    """Compare with the notebooks; 03 to 08, which follow the paper, state none."""
     texts = {
         path.name[:2]: markdown(path)
         for path in ROOT.glob("notebooks/*.ipynb")

@@ -1,4 +1,4 @@
-"""The checks of the machine: each says what it costs, and how to mend it."""
+"""Machine checks of ``cpt doctor``: state, cost and remedy of each."""
 
 import errno
 import os
@@ -27,13 +27,13 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """As in a process that has checked nothing yet."""
+    """Reset the checks, as in a new process."""
     monkeypatch.setattr(doctor, "_checked", set())
     monkeypatch.setattr(doctor, "_warned", set())
     monkeypatch.setattr(files, "_warned", False)
 
 
-def test_examine_makes_every_check_once_and_leaves_nothing(tmp_path):
+def test_examine_runs_every_check_and_cleans_up(tmp_path):
     checks = doctor.examine(tmp_path / "no" / "runs yet")
     assert [check.name for check in checks] == NAMES
     assert {check.state for check in checks} <= {"fine", "degraded", "refused"}
@@ -47,7 +47,7 @@ def test_examine_makes_every_check_once_and_leaves_nothing(tmp_path):
     )
 
 
-def test_a_check_that_fails_is_one_line(monkeypatch, tmp_path):
+def test_examine_reports_failing_check_in_one_line(monkeypatch, tmp_path):
     def fail():
         raise KeyError("odd machine")
 
@@ -62,7 +62,7 @@ def test_a_check_that_fails_is_one_line(monkeypatch, tmp_path):
 # --- locks and disk ------------------------------------------------------------------------------
 
 
-def test_check_locks_asks_another_process(tmp_path, monkeypatch):
+def test_check_locks_uses_second_process(tmp_path, monkeypatch):
     assert doctor.check_locks(tmp_path).state == "fine"
     monkeypatch.setattr(
         "fcntl.flock", lambda *_: None
@@ -75,9 +75,7 @@ def test_check_locks_asks_another_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("excludes", [True, False])
-def test_check_locks_forks_where_no_python_can_be_started(
-    excludes, tmp_path, monkeypatch
-):
+def test_check_locks_forks_without_python_executable(excludes, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -95,9 +93,7 @@ def test_check_locks_forks_where_no_python_can_be_started(
         (errno.ENOSYS, "degraded", "files stand for them"),
     ],
 )
-def test_check_locks_names_what_the_system_refuses(
-    number, state, words, tmp_path, monkeypatch
-):
+def test_check_locks_names_system_error(number, state, words, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
@@ -118,9 +114,7 @@ def test_check_locks_names_what_the_system_refuses(
         ("{folder}/deeper rw - fuse.sshfs me@there:/ rw", "fine"),
     ],
 )
-def test_check_locks_knows_locks_that_other_machines_do_not_see(
-    mount, state, tmp_path, monkeypatch
-):
+def test_check_locks_detects_machine_local_locks(mount, state, tmp_path, monkeypatch):
     folder = tmp_path / "a folder"
     folder.mkdir()
     place = str(folder).replace(" ", "\\040")
@@ -138,7 +132,7 @@ def test_check_locks_knows_locks_that_other_machines_do_not_see(
     )
 
 
-def test_check_disk_says_what_there_is_room_for(tmp_path, monkeypatch):
+def test_check_disk_reports_free_space(tmp_path, monkeypatch):
     assert doctor.check_disk(tmp_path).state == "fine"
     assert doctor.check_disk(tmp_path, min_free_bytes=2**60).state == "refused"
     monkeypatch.setattr(doctor, "LITTLE_DISK", 2**60)
@@ -146,7 +140,7 @@ def test_check_disk_says_what_there_is_room_for(tmp_path, monkeypatch):
     assert doctor.check_disk(Path("/proc/nope")).state == "refused"
 
 
-def test_check_disk_notices_a_file_system_without_fsync(tmp_path, monkeypatch):
+def test_check_disk_detects_missing_fsync(tmp_path, monkeypatch):
     def refuse(_):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -160,7 +154,7 @@ def test_check_disk_notices_a_file_system_without_fsync(tmp_path, monkeypatch):
 # --- kernels and git -----------------------------------------------------------------------------
 
 
-def test_check_kernels_says_where_they_are_and_what_that_costs(tmp_path, monkeypatch):
+def test_check_kernels_reports_location_and_cost(tmp_path, monkeypatch):
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(spare_folders, "SPARE_DIRS", ())
@@ -188,9 +182,7 @@ def test_check_kernels_says_where_they_are_and_what_that_costs(tmp_path, monkeyp
     assert doctor.check_kernels().state == "fine"
 
 
-def test_check_kernels_takes_a_folder_beside_the_store_where_there_is_no_other(
-    tmp_path, monkeypatch
-):
+def test_check_kernels_falls_back_to_store_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     monkeypatch.setattr(build, "compiler", lambda: "/usr/bin/g++")
     (tmp_path / "temporary").mkdir(mode=0o777)
@@ -224,13 +216,13 @@ def test_check_kernels_takes_a_folder_beside_the_store_where_there_is_no_other(
         (Commit(None, None, "something else"), "degraded", "something else"),
     ],
 )
-def test_check_git_says_why_rows_name_no_commit(commit, state, words, monkeypatch):
+def test_check_git_gives_reason_without_commit(commit, state, words, monkeypatch):
     monkeypatch.setattr(doctor, "find_commit", lambda: commit)
     found = doctor.check_git()
     assert (found.state, words in found.words) == (state, True), found
 
 
-def test_check_git_is_content_with_a_wheel(monkeypatch):
+def test_check_git_accepts_wheel(monkeypatch):
     monkeypatch.setattr(provenance, "CHECKOUT", None)
     monkeypatch.setattr(doctor, "CHECKOUT", None)
     assert doctor.check_git().state == "fine"
@@ -239,7 +231,7 @@ def test_check_git_is_content_with_a_wheel(monkeypatch):
 # --- the rest ------------------------------------------------------------------------------------
 
 
-def test_check_temporary_names_folders_that_no_run_can_start_in(tmp_path, monkeypatch):
+def test_check_temporary_names_unusable_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", "/nowhere")
     assert "TMPDIR=/nowhere is not there" in doctor.check_temporary().text
@@ -303,7 +295,7 @@ def test_check_gpu_compares_driver_and_torch(
     assert ("--index-url" in found.remedy) == (state == "degraded" and cuda is not None)
 
 
-def test_check_user_names_a_user_without_a_home_or_a_name(tmp_path, monkeypatch):
+def test_check_user_names_missing_home_or_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert doctor.check_user().state == "fine"
     monkeypatch.setattr(os, "geteuid", lambda: 987654)
@@ -315,7 +307,7 @@ def test_check_user_names_a_user_without_a_home_or_a_name(tmp_path, monkeypatch)
     )
 
 
-def test_checks_of_cores_and_memories_say_what_is_granted(monkeypatch):
+def test_check_cores_and_memory_report_granted_resources(monkeypatch):
     monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
     monkeypatch.setattr(doctor, "existing_cores", lambda: 64)
     assert "2 of 64" in doctor.check_cores().text
@@ -330,7 +322,7 @@ def test_checks_of_cores_and_memories_say_what_is_granted(monkeypatch):
     assert resources.existing_cores() >= resources.usable_cores()
 
 
-def test_check_processes_asks_whether_python_can_be_started(tmp_path, monkeypatch):
+def test_check_processes_starts_python(tmp_path, monkeypatch):
     assert doctor.check_processes().state == "fine"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert doctor.check_processes().state == "degraded"
@@ -339,7 +331,7 @@ def test_check_processes_asks_whether_python_can_be_started(tmp_path, monkeypatc
 # --- before a sweep ------------------------------------------------------------------------------
 
 
-def test_check_sweep_warns_once_and_refuses_each_time(tmp_path, monkeypatch):
+def test_check_sweep_warns_once_and_refuses_repeatedly(tmp_path, monkeypatch):
     monkeypatch.setattr(
         doctor,
         "check_git",
@@ -374,7 +366,7 @@ def test_check_sweep_warns_once_and_refuses_each_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
-def test_run_grid_checks_the_machine_before_anything_runs(tmp_path, monkeypatch):
+def test_run_grid_checks_machine_before_runs(tmp_path, monkeypatch):
     (spec,), store = specs_of("CR"), tmp_path / "rows.jsonl"
     monkeypatch.setattr(
         doctor,
@@ -400,9 +392,7 @@ def test_run_grid_checks_the_machine_before_anything_runs(tmp_path, monkeypatch)
     run_grid([spec], store, workers=0)
 
 
-def test_cpt_doctor_ends_with_1_when_something_is_refused(
-    command, tmp_path, monkeypatch
-):
+def test_doctor_command_exits_1_on_refused_check(command, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     found = [Check("git", "degraded", "no commit"), Check("x", "fine", "y")]
     monkeypatch.setattr(doctor, "examine", lambda min_free_bytes: found)
@@ -438,7 +428,7 @@ USERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USERS)
-def test_cpt_doctor_works_for_users_without_much(name, tmp_path):
+def test_doctor_command_works_for_restricted_users(name, tmp_path):
     changes, before = USERS[name]
     if before and (os.geteuid() != 0 or before[0] is None):
         pytest.skip("only root becomes another user")

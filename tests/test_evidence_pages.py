@@ -1,4 +1,4 @@
-"""Pages under docs/reproducing: they keep the sections, levels, prices and rules without which effects mislead."""
+"""Pages under docs/reproducing: the sections, baseline levels, costs and rules needed to read their effects."""
 
 import json
 import re
@@ -16,7 +16,7 @@ PAGES = "docs/reproducing"
 
 
 def section_of(name, heading):
-    """The text below a heading of a page, up to the next of its rank."""
+    """Return the text below a heading of a page, up to the next heading of its level."""
     mark = heading.split()[0]
     parts = re.split(rf"^{mark} ", page(f"{PAGES}/{name}.md"), flags=re.M)
     (found,) = (
@@ -25,7 +25,7 @@ def section_of(name, heading):
     return found
 
 
-def test_page_of_critical_periods_shows_the_decays():
+def test_critical_periods_page_shows_learning_rate_decays():
     told = section_of("critical-periods", "## What the learning-rate decay does")
     assert "h3.jsonl" in told
     assert "| step | +1.09 [+0.95, +1.23] |" in told
@@ -36,7 +36,7 @@ def test_page_of_critical_periods_shows_the_decays():
     assert (results_dir() / "learning_rate_decay.png").exists()
 
 
-def test_page_of_critical_periods_judges_footnote_5():
+def test_critical_periods_page_judges_footnote_5():
     told = section_of("critical-periods", "## Claims and measurements")
     (claim,) = re.findall(
         r"^\| The decay of the learning rate does not matter.*$", told, re.M
@@ -50,8 +50,8 @@ def test_page_of_critical_periods_judges_footnote_5():
     "name",
     ["critical-periods", "images", "graphs", "language", "detection", "schedules"],
 )
-def test_page_says_the_level_of_every_measured_effect(name):
-    """Each effect of a claim, or the experiment that it names, says what full bits reach."""
+def test_evidence_page_states_baseline_of_every_effect(name):
+    """State the full-precision level for each effect of a claim or for its experiment."""
     told = section_of(name, "## Claims and measurements")
     level = r"(?:static \d+|no deficit) reaches "
     experiments = dict(
@@ -70,7 +70,7 @@ def test_page_says_the_level_of_every_measured_effect(name):
 
 
 @pytest.mark.parametrize("name", ["where-to-spend-bits", "when-to-switch"])
-def test_page_of_a_study_says_level_prices_and_rates(name):
+def test_study_page_states_levels_costs_and_rates(name):
     told = page(f"{PAGES}/{name}.md")
     assert "| 8/8 reaches | training |" in told
     assert "1.4 epochs of 10,000 images of 16 x 16" in told
@@ -84,7 +84,7 @@ def test_page_of_a_study_says_level_prices_and_rates(name):
     [(h7.STUDY, "where-to-spend-bits"), (h10.STUDY, "when-to-switch")],
     ids=["h7", "h10"],
 )
-def test_page_of_a_study_counts_rates_at_ends(study, name):
+def test_study_page_counts_rates_at_ends(study, name):
     chosen = [
         rate for case in study.cases for rate, _ in tuned.settings(study, case).values()
     ]
@@ -96,7 +96,7 @@ def test_page_of_a_study_counts_rates_at_ends(study, name):
     )
 
 
-def test_level_of_cifar_copies_is_that_of_the_rows():
+def test_cifar_copies_level_equals_stored_rows():
     found = []
     for line in (results_dir() / "h7.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -116,7 +116,7 @@ def test_level_of_cifar_copies_is_that_of_the_rows():
     assert f"| {sum(found) / len(found):.1f} % |" in line
 
 
-def test_pages_print_both_rules_of_evaluation():
+def test_questions_page_has_both_evaluation_rules():
     questions = page(f"{PAGES}/questions.md")
     (header,) = re.findall(r"^\|  \| question \|.*$", questions, re.M)
     assert [cell.partition(",")[0] for cell in header.split(" | ")[-2:]] == [
@@ -154,7 +154,7 @@ def test_pages_print_both_rules_of_evaluation():
     )
 
 
-def test_questions_and_repeated_effects_have_levels():
+def test_questions_and_repeating_pages_state_baselines():
     levels = section_of("questions", "# Questions asked before their runs")
     for name in ("H1", "H2", "H3", "H4", "H5", "H6"):
         assert re.search(
@@ -173,7 +173,7 @@ def test_questions_and_repeated_effects_have_levels():
     )
 
 
-def test_index_counts_claims_without_evidence():
+def test_index_page_counts_claims_without_evidence():
     told = page(f"{PAGES}/index.md")
     there, of = map(
         int,

@@ -1,4 +1,4 @@
-"""The scripts that people copy: each runs for real, and each does what it says."""
+"""Example scripts: each one runs and does what its description states."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ def example(name):
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
-def test_an_example_is_short_says_what_it_is_and_is_tested_here(path):
+def test_example_is_short_documented_and_tested(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 60
     assert (ast.get_docstring(ast.parse(text)) or "").count(".") >= 1
@@ -47,7 +47,7 @@ def test_an_example_is_short_says_what_it_is_and_is_tested_here(path):
     )
 
 
-def test_a_schedule_drives_the_kernels_of_others():
+def test_example_switch_kernels_follows_schedule():
     train = example("switch_kernels")["train"]
     schedule = cpt.schedules.TableSchedule(((16, 30), (32, 10)))
     accuracy, types = train(schedule, 24)
@@ -57,7 +57,7 @@ def test_a_schedule_drives_the_kernels_of_others():
 
 
 @pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
-def test_a_study_of_ones_own_goes_on_where_it_was_stopped(
+def test_example_study_resumes_after_interruption(
     tmp_path, monkeypatch, command, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -116,7 +116,7 @@ def test_a_study_of_ones_own_goes_on_where_it_was_stopped(
     assert store.read_text().splitlines() == kept
 
 
-def test_two_processes_train_one_model(tmp_path):
+def test_example_processes_train_one_model(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -148,7 +148,7 @@ GRID = ["digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "--seeds", "0"]
 
 
 def on_a_cluster(script, tmp_path, **programs):
-    """Run a script of a cluster with small data; ``programs`` stand for those that only a cluster has."""
+    """Run a cluster script with small data; ``programs`` replace those found only on clusters."""
     for name, text in {
         "cpt": f'exec {sys.executable} -m cpt_lab "$@"',
         **programs,
@@ -184,8 +184,8 @@ def on_a_cluster(script, tmp_path, **programs):
     )
 
 
-def test_jobs_of_an_array_share_a_grid(tmp_path):
-    """SLURM itself is not there: its script runs twice at once."""
+def test_example_slurm_array_shares_a_grid(tmp_path):
+    """Run the SLURM script twice at once, without SLURM."""
     jobs = [on_a_cluster("slurm_array.sh", tmp_path) for _ in range(2)]
     for job in jobs:
         said, wrong = job.communicate(timeout=300)
@@ -207,8 +207,8 @@ class SLURMCluster(LocalCluster):
 """
 
 
-def test_dask_starts_workers_when_there_are_runs_and_ends_them(tmp_path):
-    """A cluster of this machine stands for that of dask-jobqueue."""
+def test_example_dask_starts_workers_on_demand(tmp_path):
+    """Replace dask-jobqueue by a local cluster."""
     (tmp_path / "dask_jobqueue.py").write_text(QUEUE)
     found = os.environ | {
         "CPT_RUNS_DIR": str(tmp_path / "runs"),
@@ -223,8 +223,8 @@ def test_dask_starts_workers_when_there_are_runs_and_ends_them(tmp_path):
     assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
 
 
-def test_a_job_of_torchrun_trains_on_all_processes(tmp_path):
-    """Programs of two lines stand for SLURM's ``srun`` and ``scontrol``."""
+def test_example_torchrun_job_uses_all_processes(tmp_path):
+    """Replace SLURM's ``srun`` and ``scontrol`` by two-line programs."""
     torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
     stand_ins = {
         "srun": 'exec "$@"',
@@ -240,7 +240,7 @@ def test_a_job_of_torchrun_trains_on_all_processes(tmp_path):
     ] == [2, 2]
 
 
-def test_a_job_of_kubernetes_runs_a_grid_that_is_there():
+def test_example_kubernetes_job_runs_existing_grid():
     job = yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     pod = job["spec"]["template"]["spec"]
@@ -254,7 +254,7 @@ def test_a_job_of_kubernetes_runs_a_grid_that_is_there():
     assert all(isinstance(word, str) for word in container["command"])
 
 
-def test_the_trainer_of_hugging_face(tmp_path, monkeypatch):
+def test_example_hugging_face_trainer(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     found = example("huggingface")["main"](str(tmp_path), steps=16)
@@ -263,7 +263,7 @@ def test_the_trainer_of_hugging_face(tmp_path, monkeypatch):
     assert (tmp_path / "checkpoint-8" / "precision.pt").exists()
 
 
-def test_the_trainer_of_lightning(tmp_path, monkeypatch):
+def test_example_lightning_trainer(tmp_path, monkeypatch):
     pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)
     found = example("lightning_digits")["main"](steps=100, folder=str(tmp_path))
@@ -275,7 +275,7 @@ PATCHES = sorted(FOLDER.glob("*.patch"))
 
 
 def hunks(path):
-    """Return the script and (the line of it after which, lines added there): a patch quotes no line of others."""
+    """Return a patch's script, and (the preceding line number, added lines); a patch quotes no foreign line."""
     head, diff = path.read_text().split("\ndiff --git ")
     assert all(
         word in head
@@ -322,10 +322,8 @@ AROUND = {"import": (IMPORTS, []), "    schedule": (BEGINNING, LOOP.splitlines()
 
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
-def test_a_patch_of_three_lines_trains_at_the_bits_of_the_schedule_resumes_and_evaluates_at_q_max(
-    path, tmp_path
-):
-    """Of a stand-in that has, at the same lines, what the added lines need; the scripts themselves were run by hand."""
+def test_example_patch_trains_resumes_and_evaluates(path, tmp_path):
+    """Apply the patch to a stand-in script with the needed lines at the same places."""
     name, places = hunks(path)
     used = re.findall(
         r"\bcpt\.(\w+)", "\n".join(line for _, added in places for line in added)

@@ -1,4 +1,4 @@
-"""The optional parts of ``cpt_core.extensions``, where they are not installed."""
+"""Optional parts of ``cpt_core.extensions`` in an installation of cpt_core alone."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def core_alone(monkeypatch):
     monkeypatch.setattr(extensions, "is_installed", lambda name: False)
 
 
-def test_services_that_are_not_installed_are_named(core_alone):
+def test_services_warns_if_part_is_not_installed(core_alone):
     with pytest.warns(
         UserWarning, match=r"cpt_extras\.integrations\.processes is not installed"
     ):

@@ -1,4 +1,4 @@
-"""The pretended GPU tells what a real one would say, and a quantised layer starts no more on it than it used to."""
+"""Simulated GPU: its launches and waits match a real one, and quantised layers stay within launch budgets."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ DONE = {
 
 
 @pytest.mark.parametrize("what", DONE)
-def test_launches_and_waits_are_those_of_a_gpu(what):
+def test_fake_gpu_counts_launches_and_waits(what):
     do, launches, waits = DONE[what]
     with Phantom() as gpu:
         x = torch.tensor([1.0, 2.0, 3.0]).to(CUDA)
@@ -63,7 +63,8 @@ def test_launches_and_waits_are_those_of_a_gpu(what):
     )
 
 
-def test_devices_do_not_mix_and_numbers_are_those_of_the_cpu():
+def test_fake_gpu_rejects_mixed_devices():
+    """Raise on mixed devices, and compute the numbers of the CPU otherwise."""
     torch.manual_seed(0)
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
     wanted = layer(x).sum()
@@ -111,7 +112,7 @@ BUDGET = {
 
 
 @pytest.mark.parametrize("name", BUDGET)
-def test_launches_of_a_layer_stay_within_their_budget(name):
+def test_layer_launches_stay_within_budget(name):
     make, shape, config, budget = BUDGET[name]
     with Phantom() as gpu:
         model = quantize_(nn.ModuleList([make()]), QuantConfig(**config)).to(CUDA)

@@ -1,4 +1,4 @@
-"""``bench.gpu`` in its rehearsal on the CPU: every part runs, fails, stops and goes on."""
+"""``bench.gpu`` rehearsed on the CPU: every part runs, fails, stops and resumes."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def read(folder, part):
         ("memory", "ResNet-20", 3, 5),
     ],
 )
-def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, folder):
+def test_gpu_bench_parts_run_once_on_cpu(part, only, ok, left_out, folder):
     assert hour.main([part, "--dry", "--only", only]) == 0
     told, rows = read(folder, part)
     assert (told["ok"], len(told["left out"]), told["failed"], told["left"]) == (
@@ -70,8 +70,8 @@ def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, fol
     ("kind", "family"),
     [("plain torch captured", "reference"), ("quantised captured", "active")],
 )
-def test_speed_captures_the_backend_of_its_kind(kind, family, monkeypatch):
-    """On the CPU a tape stands in for the CUDA graph; the first steps show the backend that is recorded."""
+def test_gpu_bench_speed_captures_requested_backend(kind, family, monkeypatch):
+    """Replace the CUDA graph by a tape; the first steps reveal the recorded backend."""
     monkeypatch.setattr(session, "unsupported_reason", lambda device, fixed_shape: "")
     monkeypatch.setattr(session, "CudaRecorder", lambda device: TapeRecorder())
     monkeypatch.setattr(parts, "WARM_UP", 5)
@@ -93,7 +93,7 @@ def test_speed_captures_the_backend_of_its_kind(kind, family, monkeypatch):
     assert operators.active is before
 
 
-def test_the_steps_of_processes_are_counted_together(folder, monkeypatch, capfd):
+def test_gpu_bench_packing_sums_process_rates(folder, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["-c", "quantised", "cpu", "0.01"])
     monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
     exec(parts.PACKED)  # what each of them does
@@ -112,9 +112,7 @@ def test_the_steps_of_processes_are_counted_together(folder, monkeypatch, capfd)
     }
 
 
-def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(
-    folder, monkeypatch
-):
+def test_gpu_bench_evidence_resumes_in_ordinary_store(folder, monkeypatch):
     specs = parts.treebank(dry=True)
     store = stores.store_path("smoke", "language_model")
 
@@ -140,7 +138,7 @@ def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(
     ]
 
 
-def test_what_says_most_is_run_first():
+def test_gpu_bench_evidence_runs_informative_arms_first():
     specs = parts.treebank(dry=False)
     assert len(specs) == 42
     assert [(s.arm, s.seed) for s in specs[:5]] == [(arm, 0) for arm in parts.FIRST]
@@ -153,9 +151,8 @@ def fake(monkeypatch, **given):
     monkeypatch.setitem(hour.PARTS, "speed", lambda options: given)
 
 
-def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_asked(
-    folder, monkeypatch
-):
+def test_gpu_bench_failed_stage_is_isolated(folder, monkeypatch):
+    """Run the remaining stages, and retry a failed stage only with ``--again``."""
     calls = []
 
     def breaks():
@@ -188,14 +185,14 @@ def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_aske
     assert list(read(folder, "speed")[0]["failed"]) == ["wrong"]
 
 
-def test_a_part_stops_at_its_limit_and_goes_on(folder, monkeypatch):
+def test_gpu_bench_stops_at_limit_and_resumes(folder, monkeypatch):
     fake(monkeypatch, slow=lambda: time.sleep(0.05) or {}, next=lambda: {"ms": 2.0})
     assert hour.main(["speed", "--dry", "--seconds", "0.02"]) == 3
     assert read(folder, "speed")[0]["left"] == ["next"]
     assert hour.main(["speed", "--dry"]) == 0
 
 
-def test_a_stage_that_ends_its_process_is_tried_twice(folder, monkeypatch):
+def test_gpu_bench_retries_deadly_stage_once(folder, monkeypatch):
     fake(monkeypatch, deadly=lambda: {"ms": 1.0}, next=lambda: {"ms": 2.0})
     begun = {"stage": "deadly", "status": "started", "where": {}}
     stages.append_row(folder / "speed.jsonl", begun)
@@ -209,7 +206,7 @@ def test_a_stage_that_ends_its_process_is_tried_twice(folder, monkeypatch):
     assert len(rows) == 4
 
 
-def test_without_cuda_it_says_so(capsys):
+def test_gpu_bench_without_cuda_names_dry_run(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(SystemExit):
@@ -233,8 +230,8 @@ SAME_WORK = {
 
 
 @pytest.mark.parametrize("name", SAME_WORK)
-def test_one_operation_after_the_other_computes_the_same(name):
-    """What is compared in time is the same in numbers; gradients but for the noise of their rounding."""
+def test_gpu_bench_unfused_layers_equal_fused_ones(name):
+    """Compute equal values in both timed variants, and equal gradients up to rounding noise."""
     make, inputs = SAME_WORK[name]
     torch.manual_seed(0)
     fused, plain = (nn.Sequential(make()) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The check of the Docker image, against a builder that only pretends: what it calls, and what it refuses."""
+"""Check of the Docker image, with a simulated builder: its calls and its rejections."""
 
 import stat
 import subprocess
@@ -42,7 +42,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch):
-    """Put a docker on the PATH, alone, whose server lists these notebooks; return what it was called with."""
+    """Put only a fake docker with a server of these notebooks on the PATH; return the log of its calls."""
 
     def put(names, status=0, fails="reproduce"):
         log, docker = tmp_path / "log", tmp_path / "docker"
@@ -64,7 +64,7 @@ def pretend(tmp_path, monkeypatch):
     return put
 
 
-def test_builds_starts_asks_and_runs_a_notebook(pretend, capsys):
+def test_image_check_builds_starts_and_runs_notebook(pretend, capsys):
     log = pretend(NOTEBOOKS)
     image.main()
     info, build, run, needs, doctor, inside, removed = log.read_text().splitlines()
@@ -78,7 +78,7 @@ def test_builds_starts_asks_and_runs_a_notebook(pretend, capsys):
     assert f"lists {len(NOTEBOOKS)} notebooks" in capsys.readouterr().out
 
 
-def test_refuses_an_image_without_a_notebook_and_one_that_cannot_run_it(pretend):
+def test_image_check_rejects_missing_or_failing_notebook(pretend):
     pretend(NOTEBOOKS[1:])
     refused("does not list 00_start_here", image.main, error=SystemExit)
     log = pretend(NOTEBOOKS, status=1)
@@ -91,13 +91,13 @@ def test_refuses_an_image_without_a_notebook_and_one_that_cannot_run_it(pretend)
 @pytest.mark.parametrize(
     ("fails", "what"), [("Python.h", "what a GPU needs"), ("doctor", "cpt doctor")]
 )
-def test_refuses_an_image_in_which_a_check_fails(fails, what, pretend):
+def test_image_check_rejects_failing_inner_check(fails, what, pretend):
     pretend(NOTEBOOKS, status=1, fails=fails)
     refused(f"image: {what} fails inside", image.main, error=SystemExit)
 
 
-def test_what_a_gpu_needs_is_looked_for(capfd):
-    """Here, as in the image: a header, a torch for CUDA, and for what DGL is built."""
+def test_image_check_of_gpu_requirements(capfd):
+    """Check here, as in the image: a Python header, torch for CUDA, and DGL's device."""
     done = subprocess.run(
         [sys.executable, "-c", image.INSIDE], capture_output=True, text=True
     )
@@ -119,7 +119,7 @@ def test_what_a_gpu_needs_is_looked_for(capfd):
     )
 
 
-def test_says_what_is_missing(tmp_path, monkeypatch):
+def test_image_check_names_missing_builder(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["image"])
     refused("needs one of docker, podman, buildah", image.main, error=SystemExit)

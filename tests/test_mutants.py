@@ -1,4 +1,4 @@
-"""``make mutants``: its table fits the package, and it tells mutants that are killed from all others."""
+"""``make mutants``: its table fits the packages, and killed mutants are told from surviving ones."""
 
 import ast
 
@@ -37,11 +37,11 @@ def mutant(before, after, test="test_half.py::test_half"):
     return Mutant("cpt_core/half.py", "made up", before, after, (test,))
 
 
-def test_every_mutant_fits_the_package_and_its_tests_are_there():
+def test_mutants_fit_package_and_name_existing_tests():
     assert [(str(m), why) for m in read_mutants() if (why := find_problem(m))] == []
 
 
-def test_every_room_has_mutants():
+def test_mutants_cover_every_package():
     rooms = {
         p.parent.relative_to(ROOT).as_posix() for p in ROOT.glob("cpt_*/*/__init__.py")
     }
@@ -66,12 +66,12 @@ def test_every_room_has_mutants():
         ),
     ],
 )
-def test_a_mutant_that_fits_no_more_is_an_error_of_its_own(change, why, project):
+def test_mutant_that_no_longer_fits_is_stale(change, why, project):
     assert why in find_problem(mutant(*change), project)
     assert try_mutant(mutant(*change), project).startswith("STALE: ")
 
 
-def test_whatever_is_not_killed_fails_the_canary(project, capsys):
+def test_canary_fails_on_surviving_mutants(project, capsys):
     killed, alive, broken = (
         mutant("x / 2", "x / 4"),
         mutant("x / 2", "x * 0.5"),
@@ -94,7 +94,7 @@ def test_whatever_is_not_killed_fails_the_canary(project, capsys):
     assert (project / "cpt_core" / "half.py").read_text() == PROJECT["cpt_core/half.py"]
 
 
-def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
+def test_canary_fails_if_unmutated_tests_fail(project, capsys):
     assert not try_all([mutant("x / 2", "x", "test_red.py")], 2, project)
     assert "the tests are not green without a mutant either" in capsys.readouterr().out
 
@@ -146,7 +146,7 @@ def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
         ("'1 + 1'", set()),
     ],
 )
-def test_every_way_to_change_a_line(line, wrong):
+def test_changes_covers_every_kind_of_mutation(line, wrong):
     found = changes(f"{line}\n", {1, 2})
     assert {change.after.rstrip("\n") for change in found} == wrong
     assert len(found) == len(wrong)
@@ -155,7 +155,7 @@ def test_every_way_to_change_a_line(line, wrong):
 @pytest.mark.parametrize(
     "file", ["cpt_extras/search/solver.py", "cpt_extras/diagnostics/recording.py"]
 )
-def test_a_change_is_of_its_lines_alone_and_makes_python(file):
+def test_changes_mutates_given_lines_to_valid_python(file):
     source = (ROOT / file).read_text(encoding="utf-8")
     lines = source.splitlines()
     wanted = set(range(0, len(lines) + 1, 4))
@@ -175,7 +175,7 @@ def test_a_change_is_of_its_lines_alone_and_makes_python(file):
     assert not changes(source, set())
 
 
-def test_a_line_that_stands_twice_is_told_from_the_other():
+def test_changes_distinguishes_repeated_lines():
     source = "x = 1\nx = 1\nx = 1\n"
     results = [
         source.replace(c.before, c.after)
@@ -191,7 +191,7 @@ def test_a_line_that_stands_twice_is_told_from_the_other():
 
 @pytest.fixture
 def repository(project):
-    """The project with what was changed since: a line, a new file, one that is gone, one that is no Python."""
+    """Return the project as a repository with changed, new, deleted and invalid files."""
 
     def git(*words):
         who = [
@@ -222,7 +222,7 @@ def repository(project):
     return project
 
 
-def test_lines_that_a_commit_does_not_have(repository):
+def test_changed_lines_since_commit(repository):
     assert changed_lines("HEAD", repository) == {"cpt_core/room/new.py": {1, 2, 3}}
     assert changed_lines("HEAD~1", repository) == {
         "cpt_core/half.py": {3, 4, 5, 6},
@@ -231,7 +231,7 @@ def test_lines_that_a_commit_does_not_have(repository):
     refused(r"git diff .* nowhere", changed_lines, "nowhere", repository)
 
 
-def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, capsys):
+def test_made_mutants_cover_changed_lines(repository, capsys):
     found = [
         m for m in make_mutants("HEAD~1", repository) if m.file == "cpt_core/half.py"
     ]
@@ -256,7 +256,7 @@ def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, c
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
+def test_mutants_command_draws_repeatably_by_seed(alive, monkeypatch):
     chosen = []
 
     def tried(drawn, jobs):
@@ -292,12 +292,12 @@ def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
     )
 
 
-def test_what_is_no_commit_is_said_without_a_traceback(monkeypatch):
+def test_mutants_command_rejects_unknown_commit(monkeypatch):
     monkeypatch.setattr("sys.argv", ["mutants", "--changed", "no-such-commit"])
     refused(r"^git diff .* no-such-commit", mutants.main, error=SystemExit)
 
 
-def test_the_nearest_tests_come_first():
+def test_nearest_orders_tests_by_closeness():
     texts = {
         "room/test_other.py": "import torch",
         "room/test_the_new_one.py": "",

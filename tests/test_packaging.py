@@ -1,4 +1,4 @@
-"""The files that install the project agree with each other, and nothing is tied to one machine."""
+"""Installation files: they agree with each other and are tied to no machine."""
 
 import os
 import re
@@ -28,7 +28,7 @@ PROJECT = PYPROJECT["project"]
 
 
 def lines(name: str) -> list[str]:
-    """The lines of a file of the project that say something: no comments, no blanks, no hashes of the line before."""
+    """Return the lines of a project file without comments, blanks and hashes."""
     text = re.sub(r" \\\n +--hash=sha256:[0-9a-f]{64}", "", (ROOT / name).read_text())
     stripped = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
     return [line for line in stripped if line]
@@ -45,7 +45,7 @@ def pins(name: str) -> dict[str, Version]:
 
 
 def ranges(requirements: Iterable[str]) -> dict[str, SpecifierSet]:
-    """What requirements name, with its range; an extra may have another of the project in it."""
+    """Return required packages with their ranges, with nested extras expanded."""
     found = {canonical(r.name): r.specifier for r in map(Requirement, requirements)}
     return {
         name: allowed
@@ -65,7 +65,7 @@ TRACKERS = ranges(PYPROJECT["dependency-groups"]["trackers"])
 
 
 def listed_by_git(*words: str) -> list[str]:
-    """The files that ``git ls-files`` names."""
+    """Return the files named by ``git ls-files``."""
     listing = ["git", "-C", str(ROOT), "ls-files", "-z", *words]
     done = subprocess.run(listing, capture_output=True, text=True)
     if done.returncode:
@@ -76,7 +76,7 @@ def listed_by_git(*words: str) -> list[str]:
 # --- versions -------------------------------------------------------------------------------------
 
 
-def test_locks_pin_what_is_needed_within_its_range_and_agree():
+def test_locks_pin_declared_ranges_and_agree():
     locked, browser = pins("requirements.lock"), pins("browser/requirements.lock")
     for name, allowed in {
         **DIRECT,
@@ -107,7 +107,7 @@ def test_locks_pin_what_is_needed_within_its_range_and_agree():
         "tests/trackers/requirements.lock",
     ],
 )
-def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(name):
+def test_lock_has_hashes_and_no_index(name):
     text = (ROOT / name).read_text()
     pinned = r"[\w.\[\]-]+==[^\s]+(?: ; [^\\\n]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+"
     assert re.sub(rf"^(#.*\n)*({pinned})+$", "", text, flags=re.MULTILINE) == ""
@@ -115,7 +115,7 @@ def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(
     assert "--hash" not in (ROOT / "constraints.txt").read_text()
 
 
-def test_every_import_is_declared():
+def test_imports_are_declared_dependencies():
     declared = {**DIRECT, **BROWSER, **TRACKERS}.keys()
     providers = packages_distributions()
     folders = (
@@ -146,7 +146,7 @@ def test_every_import_is_declared():
             )
 
 
-def test_the_command_without_its_extra_names_it():
+def test_cpt_command_names_missing_extra():
     run = (
         f"EntryPoint('cpt', {PROJECT['scripts']['cpt']!r}, 'console_scripts').load()()"
     )
@@ -158,7 +158,7 @@ def test_the_command_without_its_extra_names_it():
     assert (done.returncode, done.stderr) == (1, said)
 
 
-def test_environment_yml_installs_the_lock_on_a_python_that_the_project_allows():
+def test_environment_yml_installs_lock_on_supported_python():
     *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert [name.split("=")[0] for name in conda] == ["python", "pip"]
     python = conda[0].removeprefix("python=")
@@ -169,7 +169,7 @@ def test_environment_yml_installs_the_lock_on_a_python_that_the_project_allows()
     }  # with hashes in it, pip refuses a folder beside it
 
 
-def test_the_version_is_said_once_and_cited():
+def test_version_is_defined_once_and_cited():
     assert PROJECT["dynamic"] == ["version"]
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
         "attr": "cpt_core.__version__"
@@ -181,7 +181,7 @@ def test_the_version_is_said_once_and_cited():
     assert f"\n## {cpt_core.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_every_room_is_packaged():
+def test_packages_are_all_shipped():
     rooms = {
         ".".join(p.parent.relative_to(ROOT).parts)
         for p in ROOT.glob("cpt_*/**/__init__.py")
@@ -193,7 +193,7 @@ def test_every_room_is_packaged():
     assert all((ROOT / folder).is_dir() for folder in shipped.values())
 
 
-def test_the_page_of_the_index_has_no_links_that_end_there():
+def test_pypi_page_has_valid_links_and_commands():
     page = (ROOT / PROJECT["readme"]).read_text()
     links = re.findall(r"\]\(([^)]*)\)", page)
     assert [link for link in links if not link.startswith("https://")] == []
@@ -210,7 +210,7 @@ def test_the_page_of_the_index_has_no_links_that_end_there():
 # --- Makefile, Dockerfile, continuous integration -------------------------------------------------
 
 
-def test_makefile_dockerfile_and_conda_set_the_same_variables():
+def test_environment_variables_agree_across_makefile_docker_conda():
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())["variables"]
     assert "DGLBACKEND" in conda
     exported = dict(
@@ -234,7 +234,7 @@ def test_makefile_dockerfile_and_conda_set_the_same_variables():
 
 @pytest.fixture
 def make(tmp_path):
-    """Call the Makefile in an empty folder, where Python only says what it was called with."""
+    """Provide a function that calls the Makefile in an empty folder, with a Python that prints its arguments."""
     for name in ("Makefile", "requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
@@ -277,7 +277,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_make_hands_over_what_it_is_given(odd, make):
+def test_make_passes_special_characters_unchanged(odd, make):
     called = ["-m", "cpt_lab", "reproduce", "--dataset", odd]
     assert (
         make("reproduce", f"DATASET={odd}")
@@ -292,7 +292,7 @@ def test_make_hands_over_what_it_is_given(odd, make):
 
 
 def setup_with(make, folder, pip):
-    """Return status and stderr of `make setup` where uv is missing and pip does what a script says."""
+    """Return status and stderr of `make setup` without uv, with pip replaced by a script."""
     (folder / ".venv/.packages").unlink()
     script = f'#!/bin/sh\ncase "$*" in *"pip install"*) {pip};; *"-m uv"*) exit 1;; *" -c "*|-c*) echo True;; esac\n'
     (folder / ".venv/bin/python").write_text(script)  # `python -m venv` is left alone
@@ -302,8 +302,8 @@ def setup_with(make, folder, pip):
 
 
 @pytest.mark.parametrize("odd", [odd for odd in ODD if " " not in odd])
-def test_make_runs_nothing_of_what_tools_are_given(odd, make):
-    """Values of several words are split at blanks, and nothing else is done with them."""
+def test_make_does_not_execute_tool_arguments(odd, make):
+    """Pass make variables to tools, split at blanks but never executed."""
     mutants = ["-m", "bench.mutants", "--only", odd, "b", "-j", odd, "--changed", odd]
     assert make("mutants", f"ONLY={odd} b", f"JOBS={odd}", f"CHANGED={odd}") == (
         0,
@@ -328,7 +328,7 @@ def test_make_runs_nothing_of_what_tools_are_given(odd, make):
 
 
 def test_make_setup_names_network_when_install_fails(make, tmp_path):
-    """Neither uv nor pip gets a package, for a reason that nobody knows."""
+    """Ask about the network if neither uv nor pip gets a package for an unknown reason."""
     status, said = setup_with(make, tmp_path, "exit 1")
     assert (status, len(said)) == (2, 1)
     assert "is there a network connection" in said[0]
@@ -343,7 +343,7 @@ def test_make_setup_names_network_when_install_fails(make, tmp_path):
         "ProxyError('Cannot connect to proxy.')",
     ],
 )
-def test_make_setup_without_a_network_is_one_line(reason, make, tmp_path):
+def test_make_setup_reports_missing_network_in_line(reason, make, tmp_path):
     retries = (
         f'for i in 1 2 3 4 5; do echo "WARNING: Retrying: {reason}" >&2; done; exit 1'
     )
@@ -352,7 +352,7 @@ def test_make_setup_without_a_network_is_one_line(reason, make, tmp_path):
     assert said[0].startswith("setup: no network: ")
 
 
-def test_make_setup_shows_what_pip_says_of_another_failure(make, tmp_path):
+def test_make_setup_shows_errors_of_pip(make, tmp_path):
     status, said = setup_with(
         make,
         tmp_path,
@@ -362,8 +362,8 @@ def test_make_setup_shows_what_pip_says_of_another_failure(make, tmp_path):
     assert "no network" not in "".join(said)
 
 
-def test_no_text_advises_to_install_the_package_from_an_index():
-    """It is on none, so anybody could register its name there."""
+def test_texts_never_advise_install_from_index():
+    """Avoid this advice, since anyone could register the unpublished name on an index."""
     kinds = (
         ".py",
         ".md",
@@ -395,9 +395,7 @@ def test_no_text_advises_to_install_the_package_from_an_index():
     assert not advice.search(install_hint("lab"))
 
 
-def test_make_evidence_runs_a_row_of_every_store_again_and_reproduce_all(
-    make, tmp_path
-):
+def test_make_evidence_verifies_a_row_per_store(make, tmp_path):
     stores = [
         tmp_path / "data" / "results" / name
         for name in ("a.jsonl", "b.jsonl", "no_rows.json")
@@ -422,7 +420,7 @@ def test_make_evidence_runs_a_row_of_every_store_again_and_reproduce_all(
     )  # nothing that is not given
 
 
-def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
+def test_make_clean_keeps_rows_unless_requested(make, tmp_path):
     rows, checkpoint = (
         tmp_path / "runs/paper/image.jsonl",
         tmp_path / "runs/paper/image.checkpoints/0.pt",
@@ -455,11 +453,12 @@ def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
     assert [p.exists() for p in (tmp_path / "runs", mine)] == [False, True]
 
 
-def test_hadolint_accepts_the_dockerfile():
+def test_dockerfile_passes_hadolint():
     run_command(Path(sys.executable).parent / "hadolint", ROOT / "Dockerfile")
 
 
-def test_the_image_is_the_runtime_and_runs_as_a_user_with_the_token_on():
+def test_docker_image_runs_jupyter_unprivileged():
+    """Run the final stage as user 1000, with Jupyter's random token."""
     instructions = lines("Dockerfile")
     stages = [line.split()[-1] for line in instructions if line.startswith("FROM ")]
     assert "test" in stages[:-1], "the test stage is not the default image"
@@ -468,7 +467,7 @@ def test_the_image_is_the_runtime_and_runs_as_a_user_with_the_token_on():
     assert "token" not in instructions[-1], "Jupyter's own random token is the safe one"
 
 
-def test_the_image_leaves_out_nothing_that_is_tracked():
+def test_docker_image_contains_all_tracked_files():
     left_out = listed_by_git(
         "--cached", "--ignored", "--exclude-from", str(ROOT / ".dockerignore")
     )
@@ -477,7 +476,7 @@ def test_the_image_leaves_out_nothing_that_is_tracked():
     )
 
 
-def test_continuous_integration_calls_make_test_and_nothing_else():
+def test_ci_script_only_calls_make_test():
     assert lines(".ci/run") == [
         "set -euo pipefail",
         'cd "$(dirname "$0")/.."',
@@ -489,7 +488,7 @@ def test_continuous_integration_calls_make_test_and_nothing_else():
 @pytest.mark.parametrize(
     "name", ["book", "browser", "image", "test", "trackers", "wheel"]
 )
-def test_workflows_call_the_makefile_and_nothing_else(name):
+def test_workflows_only_call_make_targets(name):
     workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
     targets = re.findall(
         r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
@@ -513,7 +512,7 @@ def test_workflows_call_the_makefile_and_nothing_else(name):
         assert python == PYPROJECT["tool"]["mypy"]["python_version"]
 
 
-def test_hooks_call_the_ruff_of_the_lock():
+def test_pre_commit_hooks_use_locked_ruff():
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())[
         "repos"
     ]
@@ -523,7 +522,7 @@ def test_hooks_call_the_ruff_of_the_lock():
     }
 
 
-def test_forms_for_issues_are_whole():
+def test_issue_forms_are_complete():
     forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
     assert [form.stem for form in forms] == ["bug", "question", "results"]
     for form in forms:
@@ -544,7 +543,7 @@ MACHINE_PATHS = (
 REGISTRY_HOSTS = r"\b(?:pypi|pythonhosted|npmjs|anaconda|debian|ubuntu)[.](?:org|com)\b"
 
 
-def test_no_file_names_a_machine():
+def test_files_name_no_machine():
     found = []
     for name in listed_by_git("--cached", "--others", "--exclude-standard"):
         try:

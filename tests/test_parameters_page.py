@@ -1,4 +1,4 @@
-"""The page of the notebooks' parameters, and what it is made from."""
+"""Page of the notebooks' parameters, and its generator."""
 
 import json
 
@@ -12,7 +12,7 @@ def test_parameters_page_is_up_to_date():
     )
 
 
-def test_parameters_page_has_every_parameter_of_every_notebook():
+def test_parameters_page_has_parameters_of_every_notebook():
     page = parameters.PAGE.read_text()
     for path in notebooks():
         assert f"(../notebooks/{path.name})" in page or not parameters_of(path)
@@ -33,7 +33,7 @@ def test_declared_reads_types_defaults_and_comments():
     ]
 
 
-def test_page_lists_notebooks_with_a_scale_alone_apart(tmp_path):
+def test_parameters_page_lists_scale_only_notebooks_separately(tmp_path):
     def write(name, source):
         cells = [
             {

@@ -1,4 +1,4 @@
-"""Where things are, in a checkout and in an installation."""
+"""Locations of data, runs and results, in a checkout and in an installation."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """As if the package had come from a wheel, in an empty working directory."""
+    """Simulate an installation from a wheel, in an empty working directory."""
     monkeypatch.setattr(paths, "CHECKOUT", None)
     monkeypatch.setattr(provenance, "CHECKOUT", None)
     for name in ("CPT_RUNS_DIR", "CPT_DATA_DIR"):
@@ -30,9 +30,7 @@ def installed(tmp_path, monkeypatch):
     return folder
 
 
-def test_in_a_checkout_all_lies_in_its_folders_wherever_a_program_starts(
-    tmp_path, monkeypatch
-):
+def test_paths_in_checkout_are_independent_of_cwd(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("CPT_RUNS_DIR", "CPT_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -54,14 +52,14 @@ def test_in_a_checkout_all_lies_in_its_folders_wherever_a_program_starts(
     )  # there is none: it is missed where one looks
 
 
-def test_an_installation_writes_to_the_users_folders(installed):
+def test_paths_of_installation_are_user_folders(installed):
     assert paths.runs_dir() == installed / "runs"
     assert not paths.data_dir().is_relative_to(ROOT)
     assert paths.data_dir().name == "cpt_core"
     assert paths.results_dir() == ROOT / "cpt_lab" / "shipped" / "results"
 
 
-def test_paths_of_the_users_are_looked_up_in_the_data_folder_then_in_the_working_directory(
+def test_user_path_prefers_data_folder_over_cwd(
     installed,
 ):
     assert own_path("my-images/") == installed / "my-images"
@@ -71,15 +69,15 @@ def test_paths_of_the_users_are_looked_up_in_the_data_folder_then_in_the_working
     assert own_path(str(installed)) == installed
 
 
-def test_variables_name_other_folders(installed, monkeypatch):
+def test_paths_follow_environment_variables(installed, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(installed / "a"))
     monkeypatch.setenv("CPT_DATA_DIR", str(installed / "b"))
     assert (paths.runs_dir(), paths.data_dir()) == (installed / "a", installed / "b")
 
 
 @pytest.mark.parametrize("folder", [paths.runs_dir, paths.data_dir, kernels_dir])
-def test_a_tilde_that_no_shell_has_read_is_the_home(folder, tmp_path, monkeypatch):
-    """As in a batch script's ``--export=CPT_RUNS_DIR=~/x``, or a file of variables."""
+def test_paths_expand_tilde_in_variables(folder, tmp_path, monkeypatch):
+    """Expand it as in ``--export=CPT_RUNS_DIR=~/x`` of a batch script, or a file of variables."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(f"CPT_{folder.__name__.removesuffix('_dir').upper()}_DIR", "~/x")
     assert folder() == tmp_path / "x"
@@ -87,7 +85,7 @@ def test_a_tilde_that_no_shell_has_read_is_the_home(folder, tmp_path, monkeypatc
 
 @pytest.fixture
 def homeless(monkeypatch):
-    """Take home and name from the user, as of a number in a container."""
+    """Remove home and name of the user, as for a numeric user in a container."""
 
     def unknown(number):
         raise KeyError(number)
@@ -97,7 +95,7 @@ def homeless(monkeypatch):
     monkeypatch.setattr("pwd.getpwuid", unknown)
 
 
-def test_a_user_without_a_home_has_folders(installed, homeless, monkeypatch):
+def test_paths_exist_for_user_without_home(installed, homeless, monkeypatch):
     for cache in (user_cache_path, lambda name, **_: Path("~/.cache") / name):
         monkeypatch.setattr(paths, "user_cache_path", cache)
         assert paths.data_dir() == installed / "data" / "cache"
@@ -112,12 +110,12 @@ def test_a_user_without_a_home_has_folders(installed, homeless, monkeypatch):
         paths.data_dir()
 
 
-def test_an_installation_has_no_commit_even_inside_a_repository(installed):
+def test_installation_in_repository_has_no_commit(installed):
     assert provenance.commit() == {"commit": None, "dirty": None}
 
 
-def test_commands_in_messages_work_as_they_are_typed(tmp_path, monkeypatch):
-    """Without the environment on the path, and wherever one is."""
+def test_command_in_messages_runs_as_typed(tmp_path, monkeypatch):
+    """Work without the environment on the path, from any folder."""
     for folder in (tmp_path, Path(sys.executable).parents[2]):
         monkeypatch.chdir(folder)
         surroundings = {"PATH": "", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Where rows come from."""
+"""Provenance of rows: processor, machine, versions and commit."""
 
 import os
 import re
@@ -25,7 +25,7 @@ model		: 999
 """
 
 
-def test_a_processor_is_named_by_model_and_wide_instructions(tmp_path, monkeypatch):
+def test_cpu_has_model_and_wide_instructions(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(TEXT)
     monkeypatch.setattr(cpu_info, "CPU_INFO", tmp_path / "cpuinfo")
     assert cpu_info.cpu() == {
@@ -34,14 +34,14 @@ def test_a_processor_is_named_by_model_and_wide_instructions(tmp_path, monkeypat
     }
 
 
-def test_a_processor_of_another_system_has_a_name(tmp_path, monkeypatch):
+def test_cpu_of_unknown_system_has_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_info, "CPU_INFO", tmp_path / "none")
     found = cpu_info.cpu()
     assert found["cpu"]
     assert found["instructions"] == []
 
 
-def test_the_machine_names_what_computes_and_what_was_switched(monkeypatch):
+def test_machine_has_threads_switches_and_libraries(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.delenv("MKL_CBWR", raising=False)
     found = provenance.machine()
@@ -52,7 +52,7 @@ def test_the_machine_names_what_computes_and_what_was_switched(monkeypatch):
     assert found["onednn"] in torch.__config__.show()
 
 
-def test_versions_are_those_of_what_was_imported(monkeypatch):
+def test_versions_cover_imported_libraries(monkeypatch):
     found = provenance.versions()
     assert (
         found["torch"] == torch.__version__.partition("+")[0]
@@ -66,7 +66,7 @@ def test_versions_are_those_of_what_was_imported(monkeypatch):
 
 
 def git(folder, *words):
-    """Run git in a folder, without what the environment of this test says of repositories."""
+    """Run git in a folder, without repository variables of this test's environment."""
     given = {
         name: value for name, value in os.environ.items() if not name.startswith("GIT_")
     }
@@ -117,7 +117,7 @@ def as_somebody_else(folder, monkeypatch):
 
 
 def in_a_hook(folder, monkeypatch):
-    """Git gives its hooks and aliases variables that name their repository."""
+    """Set the repository variables that git gives its hooks and aliases."""
     repository(folder.parent / "another", "another")
     for name, value in {
         "GIT_DIR": ".git",
@@ -129,7 +129,7 @@ def in_a_hook(folder, monkeypatch):
 
 
 def with_settings(folder, monkeypatch):
-    """As of a home that is another user's, or damaged."""
+    """Set a home that belongs to a different user or is damaged."""
     monkeypatch.setenv("HOME", str(folder.parent))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     (folder.parent / ".gitconfig").write_text("[damaged")
@@ -156,7 +156,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_commit_is_that_of_the_checkout(kind, tmp_path, monkeypatch):
+def test_find_commit_of_checkout(kind, tmp_path, monkeypatch):
     name = repository(tmp_path / "checkout")
     folder = kind(tmp_path / "checkout", monkeypatch)
     monkeypatch.setattr(provenance, "CHECKOUT", folder)
@@ -171,7 +171,7 @@ def no_repository(folder, monkeypatch):
 
 
 def empty_repository(folder, monkeypatch):
-    """Inside of another repository, whose commit is not this one's."""
+    """Create it inside an unrelated repository."""
     no_repository(folder, monkeypatch)
     (folder / ".git").mkdir()
     repository(folder.parent, "another")
@@ -201,7 +201,7 @@ def without_commits(folder, monkeypatch):
         (without_commits, "git cannot read .*HEAD"),
     ],
 )
-def test_find_commit_says_why_there_is_none(kind, reason, tmp_path, monkeypatch):
+def test_find_commit_gives_reason_without_commit(kind, reason, tmp_path, monkeypatch):
     repository(tmp_path / "checkout")
     kind(tmp_path / "checkout", monkeypatch)
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path / "checkout")
@@ -217,9 +217,7 @@ def test_find_commit_says_why_there_is_none(kind, reason, tmp_path, monkeypatch)
         provenance.commit()
 
 
-def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(
-    tmp_path, monkeypatch
-):
+def test_commit_is_dirty_for_changes_except_rows(tmp_path, monkeypatch):
     rows, file = tmp_path / "data" / "results" / "x.jsonl", tmp_path / "data" / "card"
     rows.parent.mkdir(parents=True)
     rows.write_text("one\n")

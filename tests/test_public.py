@@ -1,4 +1,4 @@
-"""The public names: one list for the lazy loader, ``__all__``, ``dir`` and type checkers, at the top and in rooms."""
+"""Public names: one list for the lazy loader, ``__all__``, ``dir`` and type checkers, in all packages."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ solve_schedule summary
 """
 
 
-def test_what_stands_at_the_top():
+def test_public_top_level_names():
     assert set(cpt.__all__) - set(ROOMS) == set(TOP.split())
     assert ROOMS == [
         "bitops",
@@ -61,8 +61,8 @@ def test_public_names_resolve(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_module_hides_a_public_name(package):
-    """Python sets a module in its package when it is first imported, over what stands there."""
+def test_public_names_are_not_hidden_by_modules(package):
+    """Check module names, since an imported module becomes an attribute of its package."""
     modules = {
         path.stem for path in Path(import_module(package).__file__).parent.iterdir()
     }
@@ -72,7 +72,7 @@ def test_no_module_hides_a_public_name(package):
 
 
 @pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
-def test_former_names_of_subpackages_warn(former, name):
+def test_public_former_subpackage_names_warn(former, name):
     with pytest.warns(
         DeprecationWarning, match=f"cpt_core.{former} is now cpt_core.{name}"
     ):
@@ -80,27 +80,27 @@ def test_former_names_of_subpackages_warn(former, name):
     assert former not in dir(cpt)
 
 
-def test_every_public_name_has_one_path():
+def test_public_names_have_one_path():
     paths = list(reference("cpt_core"))
     bare = [path.split(".")[-1] for path in paths]
     assert sorted(bare) == sorted(set(bare))
     assert {"quantize_", "search.allocate"} < set(paths)
 
 
-def test_a_star_gets_the_public_names_and_no_others(tmp_path):
+def test_public_star_import_gets_all_names(tmp_path):
     got: dict[str, object] = {}
     exec("from cpt_extras.search import *", got)
     assert set(got) - {"__builtins__"} == set(cpt.search.__all__)
 
 
-def test_rooms_are_there_without_an_import_of_their_own_and_take_neither_torch_nor_numpy():
+def test_public_subpackages_load_without_torch_and_numpy():
     rooms = ", ".join(f"cpt.{room}" for room in ROOMS)
     code = f"import sys, cpt_core as cpt; {rooms}, dir(cpt); assert not {{'torch', 'numpy'}} & set(sys.modules); "
     code += "assert cpt.schedules.Rex(0.5).d == 0.5; assert cpt.formats.COSTS['ace']"
     run_command(sys.executable, "-c", code)
 
 
-def test_type_checkers_know_every_name_and_report_others(tmp_path):
+def test_public_names_are_known_to_type_checkers(tmp_path):
     pytest.importorskip("mypy", reason="the extra dev")
     lines = [
         "import cpt_core as cpt",

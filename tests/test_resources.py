@@ -1,4 +1,4 @@
-"""What a batch system or a container grants, read from made-up control groups and from this process."""
+"""Resources granted by batch systems and containers, from simulated control groups and this process."""
 
 import os
 import sys
@@ -83,7 +83,7 @@ GRANTED = {
 
 
 @pytest.mark.parametrize("case", GRANTED)
-def test_what_control_groups_grant(case, tmp_path, monkeypatch):
+def test_usable_cores_and_memory_follow_control_groups(case, tmp_path, monkeypatch):
     said, files, cores, memory = GRANTED[case]
     for name, text in {
         "own": said,
@@ -111,7 +111,7 @@ def test_what_control_groups_grant(case, tmp_path, monkeypatch):
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system has no affinity"
 )
-def test_cores_that_a_process_may_not_run_on_are_not_counted():
+def test_usable_cores_follow_process_affinity():
     code = (
         "import os; from cpt_lab.resources import usable_cores\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -120,7 +120,7 @@ def test_cores_that_a_process_may_not_run_on_are_not_counted():
     assert run_command(sys.executable, "-c", code) == "1\n"
 
 
-def test_shared_memory_is_what_is_free_and_no_more_than_a_part(tmp_path, monkeypatch):
+def test_shared_memory_is_limited_by_share(tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "SHARED", tmp_path)
     monkeypatch.setattr(
         os,

@@ -1,4 +1,4 @@
-"""Public functions do work that grows with what they are given, not with its square.  Counted, never timed."""
+"""Work of public functions: linear in the input, counted rather than timed."""
 
 import warnings
 
@@ -13,7 +13,7 @@ COVERED = {name for case in CASES.values() for name in case.covers.split()}
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
-def test_work_grows_with_the_input(name, tmp_path):
+def test_work_grows_at_most_linearly(name, tmp_path):
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):
         make_call(case, case.n, tmp_path / "first")()  # imports, caches, kernels
@@ -24,7 +24,7 @@ def test_work_grows_with_the_input(name, tmp_path):
     )
 
 
-def test_every_public_name_is_measured_or_has_a_reason():
+def test_scaling_cases_cover_every_public_name():
     """Add a new function to ``CASES``, or to ``CONSTANT`` with the reason."""
     assert COVERED | CONSTANT.keys() == set(reference("cpt_core"))
     assert COVERED & CONSTANT.keys() == set()
@@ -36,7 +36,7 @@ def squares(n):
 
 
 def test_count_work_finds_loops_memory_and_files(tmp_path):
-    """Quadratic loops in one line, quadratic memory, and a file that is read again for every entry."""
+    """Find quadratic loops in one line, quadratic memory, and a file reread for every entry."""
     path = tmp_path / "numbers"
     path.write_bytes(bytes(20_000))
     quadratic = {
@@ -51,10 +51,10 @@ def test_count_work_finds_loops_memory_and_files(tmp_path):
         assert ratios(small, large)[kind] > 14
 
 
-def test_count_work_is_the_same_twice():
+def test_count_work_is_deterministic():
     assert count_work(lambda: squares(50))[:2] == count_work(lambda: squares(50))[:2]
 
 
-def test_ratios_leave_out_what_hardly_grows():
+def test_ratios_omit_negligible_growth():
     assert ratios(Work(10, 0, 0, 0), Work(200, 0, 0, 0)) == {}
     assert ratios(Work(1000, 0, 0, 0), Work(7000, 0, 0, 0)) == {"lines": 7.0}

@@ -1,3 +1,5 @@
+"""Argument validation, optional imports and atomic file writing."""
+
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -12,7 +14,7 @@ from cpt_extras.optional_libraries import import_optional
 
 
 @pytest.mark.parametrize("value", [3, True, 2.0, "3", None])
-def test_whole(value):
+def test_check_int_accepts_integers_only(value):
     if value == 3:
         assert check_int("steps", value) == check_int("steps", value, 3) == 3
         refused(
@@ -33,7 +35,7 @@ def test_whole(value):
         )
 
 
-def test_choose_takes_any_names():
+def test_check_choice_accepts_any_collection():
     for names in (("a", "b"), ["a", "b"], {"a": 1, "b": 2}, (name for name in "ab")):
         assert check_choice("letter", "b", names) == "b"
     refused(
@@ -45,7 +47,7 @@ def test_choose_takes_any_names():
     )
 
 
-def test_of_many_names_the_nearest_are_offered():
+def test_suggest_names_offers_nearest_names():
     many = [f"cifar{i}/resnet{j}" for i in range(10) for j in range(10)]
     with pytest.raises(
         ValueError,
@@ -60,7 +62,7 @@ def test_of_many_names_the_nearest_are_offered():
     )  # nothing is near, three are shown
 
 
-def test_library_blames_a_missing_library_and_nothing_else():
+def test_import_optional_names_missing_library_only():
     assert (
         import_optional("json", "text").dumps([1])
         == import_optional("json:dumps", "")([1])
@@ -84,9 +86,7 @@ def test_library_blames_a_missing_library_and_nothing_else():
         ("dgl", "", "graph"),
     ],
 )
-def test_the_extra_is_the_one_that_brings_what_is_missing(
-    module, asked, extra, monkeypatch
-):
+def test_import_optional_names_providing_extra(module, asked, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     refused(
         rf'^{module} cannot be imported; .* ".\[{extra}\]"$',
@@ -108,7 +108,7 @@ def test_the_extra_is_the_one_that_brings_what_is_missing(
 @pytest.mark.parametrize(
     ("part", "module", "extra"), [("hf", "transformers", "text"), ("lightning",) * 3]
 )
-def test_a_callback_names_the_extra_that_it_misses(part, module, extra, monkeypatch):
+def test_callback_modules_name_missing_extra(part, module, extra, monkeypatch):
     monkeypatch.delitem(sys.modules, f"cpt_extras.integrations.{part}", raising=False)
     for name in (module, f"{module}.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -118,7 +118,7 @@ def test_a_callback_names_the_extra_that_it_misses(part, module, extra, monkeypa
         import_module(f"cpt_extras.integrations.{part}")
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
+def test_write_atomically_never_shows_partial_file(tmp_path):
     path = tmp_path / "state.json"
     path.write_text("old")
 
@@ -154,7 +154,7 @@ def described(
     check_types(described, locals(), parts=True)
 
 
-def test_values_are_of_the_types_that_annotations_declare():
+def test_check_types_follows_annotations():
     right = {
         "whole": np.int64(3),
         "part": 3,
@@ -180,7 +180,7 @@ def test_values_are_of_the_types_that_annotations_declare():
 
 
 @pytest.mark.parametrize("value", ["abc", b"abc", {"a": 1}, 3, None])
-def test_a_string_is_no_list_even_where_nobody_looks_at_its_parts(value):
+def test_check_types_rejects_string_as_sequence(value):
     def take(many: Sequence[str]) -> None: ...
 
     check_types(take, {"many": ("a", 1)})

@@ -1,4 +1,4 @@
-"""Whatever is given to the public interface is taken because it is legal, or refused by a sentence that names it.
+"""Public arguments: legal values are accepted, and all others are rejected by an error that names the argument.
 
 Every argument of every public callable is replaced by each of the odd values, one at a time.
 """
@@ -405,7 +405,7 @@ CALLED = {
 
 
 class HangError(BaseException):
-    """A call took longer than ``SECONDS``."""
+    """Raised if a call takes longer than ``SECONDS``."""
 
 
 def hangs(*_):
@@ -413,7 +413,7 @@ def hangs(*_):
 
 
 def call(function, arguments):
-    """Call, and use what comes of it once."""
+    """Call a function, and use its result once."""
     found = function(**arguments)
     if isinstance(found, Schedule):
         found.bits()
@@ -452,7 +452,7 @@ def verdict(name, argument, odd):
 
 
 def kind(value):
-    """What is said of a value that takes too long to write."""
+    """Return the description of a value that takes too long to print."""
     return (
         type(value).__name__
         if isinstance(value, (np.ndarray, torch.Tensor, nn.Module))
@@ -472,9 +472,7 @@ def legal(name, argument, odd):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:one seed")
-def test_legal_values_are_taken_and_odd_ones_refused_by_name(
-    name, tmp_path, monkeypatch
-):
+def test_public_callables_reject_odd_values_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     signal.signal(signal.SIGALRM, hangs)
     function, arguments = prepared(name)
@@ -540,7 +538,7 @@ def test_legal_values_are_taken_and_odd_ones_refused_by_name(
         ),
     ],
 )
-def test_beyond_the_ends_of_a_range(refused, message):
+def test_public_callables_reject_values_out_of_range(refused, message):
     with pytest.raises(ValueError, match=message):
         refused()
 
@@ -563,6 +561,6 @@ def test_beyond_the_ends_of_a_range(refused, message):
         ("estimated", {"estimated": ((1.0, 2.0),)}),
     ],
 )
-def test_a_sensitivity_whose_parts_do_not_belong_together(named, changes):
+def test_sensitivity_rejects_inconsistent_fields(named, changes):
     with pytest.raises(ValueError, match=f"^{named} must"):
         cpt.search.Sensitivity(**vars(sensitivity()) | changes)

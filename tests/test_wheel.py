@@ -1,4 +1,4 @@
-"""What is built can be installed anywhere, and holds everything: the wheel, away from the repository, and the sdist."""
+"""Wheel and source distribution: complete, and usable away from the repository."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def installed(built, tmp_path_factory):
-    """Install the wheel into an environment that has our dependencies and no other copy of the package."""
+    """Install the wheel into an environment with the dependencies and no second copy of the package."""
     place = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(place)
     packages = Path(
@@ -90,7 +90,7 @@ def installed(built, tmp_path_factory):
 
 @pytest.fixture
 def cpt(installed, tmp_path, monkeypatch):
-    """A function that runs a command of the installed package in an empty folder and returns what it says."""
+    """Return a function that runs an installed command in an empty folder and returns its output."""
     environment, packages = installed
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -124,7 +124,7 @@ def cpt(installed, tmp_path, monkeypatch):
 # --- what is in them ------------------------------------------------------------------------------
 
 
-def test_the_wheel_holds_the_package_and_its_data_and_nothing_that_machines_made(built):
+def test_wheel_contains_package_and_data_only(built):
     names = set(zipfile.ZipFile(built[1]).namelist())
     places = {
         "data/cards": "cards",
@@ -167,7 +167,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_that_machines_made
     ]
 
 
-def test_the_source_distribution_holds_what_git_tracks(built):
+def test_sdist_contains_all_tracked_files(built):
     with tarfile.open(built[0]) as archive:
         held = {n.split("/", 1)[1] for n in archive.getnames() if "/" in n}
     assert not [
@@ -188,7 +188,7 @@ def test_the_source_distribution_holds_what_git_tracks(built):
 # --- the installed package ------------------------------------------------------------------------
 
 
-def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
+def test_wheel_runs_without_extras(cpt):
     where = "import cpt_core, cpt_lab.paths as p; print(cpt_core.__file__, p.CHECKOUT, p.data_dir(), p.results_dir())"
     package, checkout, data, results = map(
         Path, run_command(cpt.python, "-c", where, cwd=cpt.folder).split()
@@ -226,7 +226,7 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     )
 
 
-def test_copied_notebooks_run_with_the_installed_package_and_no_others(cpt):
+def test_wheel_runs_copied_notebooks(cpt):
     cpt("notebooks", "--copy", "mine", blocked=EXTRA)
     mine = cpt.folder / "mine"
     assert (mine / "data" / "results" / "bands.json").is_file()

@@ -1,4 +1,4 @@
-"""Captions name the schedules that end below q_max."""
+"""Tests of figure captions that name schedules ending below q_max."""
 
 import pytest
 
@@ -17,16 +17,16 @@ def caption_of(**given):
     return captions.caption(table([row_of(spec, 0.8) for spec in specs]))
 
 
-def test_caption_names_schedules_that_end_early():
+def test_caption_names_schedules_below_q_max():
     words = caption_of(steps=64, n_cycles=4, q_min=2)
     assert "RR, RTV, RTH end at 6 bits, as their cycles are short" in words
 
 
-def test_caption_is_silent_where_all_end_at_q_max():
+def test_caption_omits_schedules_reaching_q_max():
     assert "end at" not in caption_of()
 
 
-def test_caption_says_at_which_q_max_schedules_end_early():
+def test_caption_reports_early_ends_per_q_max():
     words = caption_of(steps=64, n_cycles=4, q_min=2, q_max=[6, 8])
     assert "end at 6 bits at q_max 8" in words
     assert "end at 4 bits at q_max 6" in words

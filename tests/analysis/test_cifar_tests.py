@@ -1,4 +1,4 @@
-"""The preregistered tests of figure 3 and table 1 on rows that were made up, so that the answer is known."""
+"""Preregistered tests of figure 3 and table 1 on synthetic rows with known effects."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.helpers import row_of
 
 
 def rows_of_figure_3(quality):
-    """Rows whose accuracy in percent is a function of arm, relative cost and seed."""
+    """Return rows whose accuracy in percent depends on arm, relative cost and seed."""
     specs = grid_specs(cifar_tests.FIGURE_3)
     return [row_of(s, quality(s.arm, s.relative_cost, s.seed) / 100) for s in specs]
 
@@ -30,7 +30,8 @@ def test_slopes_return_points_per_doubling():
     assert cifar_tests.slopes(runs).values == pytest.approx([2, 2, 2, 2])
 
 
-def test_gains_over_static_are_measured_from_the_line():
+def test_gains_over_static_subtract_static_line():
+    """Measure gains against the line through the static precisions."""
     runs = table(
         rows_of_figure_3(
             lambda arm, cost, seed: 70 + 5 * cost + (1.5 if arm in SUITE else 0)
@@ -49,7 +50,7 @@ def test_gains_over_static_need_two_precisions():
         cifar_tests.gains_over_static(runs[runs["arm"].isin(["static 8", *SUITE])])
 
 
-def test_outcomes_follow_the_preregistration():
+def test_outcomes_follow_preregistered_rules():
     noise = {10: -0.02, 11: 0.01, 12: 0.02, 13: -0.01}
     figure_3 = rows_of_figure_3(
         lambda arm, cost, seed: 70 + (3 + noise[seed]) * np.log2(cost)
@@ -63,7 +64,7 @@ def test_outcomes_follow_the_preregistration():
     assert found[2].estimate.mean == pytest.approx(1.0)
 
 
-def test_outcomes_say_how_many_runs_are_missing():
+def test_outcomes_report_missing_runs():
     figure_3 = rows_of_figure_3(lambda arm, cost, seed: 70)[:7]
     words = cifar_tests.outcomes(cifar_tests.preregistered_tests(table(figure_3)))
     assert (
@@ -71,7 +72,7 @@ def test_outcomes_say_how_many_runs_are_missing():
     )
 
 
-def test_small_effects_are_not_worth_naming():
+def test_outcomes_ignore_effects_below_margin():
     noise = {10: -0.02, 11: 0.01, 12: 0.02, 13: -0.01}
     figure_3 = rows_of_figure_3(
         lambda arm, cost, seed: 70 + noise[seed] * np.log2(cost)

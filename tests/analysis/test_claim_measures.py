@@ -1,4 +1,4 @@
-"""What claims compare: arms by what they are, runs by q_max, aggregation, model and data, each in both directions."""
+"""Measures of claims: compared arms, q_max, aggregation, model and data, with effects of both signs."""
 
 import pytest
 
@@ -14,12 +14,13 @@ BOTH = [(1, CONFIRMED), (-1, CONTRADICTED)]
 
 
 def word_of(rows, name, paper_scale=True):
-    """The word for one claim, judged by made-up rows."""
+    """Return the verdict of a claim on synthetic rows."""
     return entry(rows, name).verdict(paper_scale)
 
 
 @pytest.mark.parametrize(("q_max", "top"), [(8, "static 8"), (6, "static 6")])
-def test_static_is_that_of_the_experiment(q_max, top):
+def test_claim_compares_with_static_q_max(q_max, top):
+    """Compare schedules with the static arm at the q_max of their experiment."""
     specs = designs.quality_cost(
         "paper", "cifar100", schedules=["ER", "ETH"], q_max=[q_max]
     )
@@ -28,7 +29,7 @@ def test_static_is_that_of_the_experiment(q_max, top):
     assert f"small minus {top}: +10.0" in e.evidence()[0]
 
 
-def test_all_schedules_but_one():
+def test_claim_allows_one_exceptional_schedule():
     specs = designs.quality_cost("paper", "cifar10", q_max=[8])
     better = by_arm(specs, {"static 8": 0.7, "RR": 0.6})
     assert word_of(better, "cifar_nearly_all") == CONFIRMED  # one is worse
@@ -50,7 +51,8 @@ def test_all_schedules_but_one():
     assert len(SUITE) == 10
 
 
-def test_at_paper_scale_a_claim_is_about_the_data_of_its_grids():
+def test_claim_at_paper_scale_needs_matching_data():
+    """Judge a claim at paper scale only by the data of its grids."""
     cifar = by_arm(
         designs.quality_cost("paper", "cifar10", q_max=[8]), {"static 8": 0.7}
     )
@@ -62,7 +64,7 @@ def test_at_paper_scale_a_claim_is_about_the_data_of_its_grids():
     ] == [CONFIRMED] * 2  # stand-ins
 
 
-def test_a_claim_may_name_q_max_aggregation_and_model():
+def test_claim_selects_q_max_aggregation_and_model():
     gcn = by_arm(
         designs.quality_cost("paper", "ogbn-arxiv", q_max=[8]), {"static 8": 0.9}
     )
@@ -154,7 +156,7 @@ DIRECTIONS = {
 
 
 @pytest.mark.parametrize("claim", DIRECTIONS)
-def test_an_effect_has_its_word_in_both_directions(claim):
+def test_claim_verdict_follows_effect_direction(claim):
     specs, has, words = DIRECTIONS[claim]
     made, metric = specs(), "map50" if claim == "detection_etv" else "accuracy"
     for gap, word in words.items():
@@ -175,9 +177,7 @@ def test_an_effect_has_its_word_in_both_directions(claim):
 
 
 @pytest.mark.parametrize(("test_gap", "word"), [(0.008, CONFIRMED), (-0.008, "mixed")])
-def test_aggregations_are_compared_on_validation_nodes_and_on_test_nodes(
-    test_gap, word
-):
+def test_aggregation_claim_reports_validation_and_test(test_gap, word):
     specs = designs.aggregation("paper", "ogbn-arxiv")
     rows = rows_of(specs, lambda s: 0.7 + test_gap * (s.recipe.aggregation == "fp"))
     for row, spec in zip(rows, specs, strict=True):
@@ -201,7 +201,7 @@ def test_aggregations_are_compared_on_validation_nodes_and_on_test_nodes(
 
 
 def costs_by_length(cost):
-    """Rows of deficits at the start on digits; ``cost`` of the low steps, in accuracy."""
+    """Return rows of early deficits on digits that cost ``cost(steps)`` of accuracy."""
     specs = designs.deficit_length("demo", "digits", seeds=range(3))
     return rows_of(
         specs,
@@ -220,7 +220,7 @@ def costs_by_length(cost):
         (lambda n: 0.0 if n < 400 else 0.3, CONFIRMED, CONTRADICTED),
     ],
 )
-def test_short_deficits_and_long_ones(cost, short, longer):
+def test_deficit_claims_separate_short_and_long(cost, short, longer):
     rows = costs_by_length(cost)
     assert (
         word_of(rows, "deficit_short", False),
@@ -231,7 +231,7 @@ def test_short_deficits_and_long_ones(cost, short, longer):
 
 
 @pytest.mark.parametrize(("sign", "word"), BOTH)
-def test_q_agg_with_more_neighbours(sign, word):
+def test_sampling_claim_detects_fanout_effect(sign, word):
     specs = grids.grid_specs("ogbn-products/fanout")
     rows = rows_of(
         specs,
@@ -244,7 +244,7 @@ def test_q_agg_with_more_neighbours(sign, word):
     assert e.effects[0][0].interval[0] == pytest.approx(5.6 * sign, abs=0.1)
 
 
-def test_fanouts_need_samples():
+def test_fanout_design_requires_neighbour_sampling():
     with pytest.raises(
         ValueError,
         match="gcn on digits-graph trains on the full graph: no neighbours are sampled",
@@ -257,10 +257,8 @@ def test_fanouts_need_samples():
 
 
 @pytest.mark.parametrize(("sign", "word"), BOTH)
-def test_whether_the_best_schedule_of_other_tasks_is_beaten_is_seen_on_other_seeds(
-    sign, word
-):
-    """ER is the best of digits on the seeds by which it is chosen, RR that of the text."""
+def test_best_schedule_claim_uses_disjoint_seeds(sign, word):
+    """Choose the best schedule on some seeds and compare it on the remaining ones."""
     digits, text = (
         designs.quality_cost("demo", data, seeds=range(8))
         for data in ("digits", "pydoc")
@@ -294,8 +292,8 @@ def test_whether_the_best_schedule_of_other_tasks_is_beaten_is_seen_on_other_see
 
 
 @pytest.mark.parametrize(("sign", "word"), BOTH)
-def test_damage_beside_what_training_gains(sign, word):
-    """The clean training gains less and less; a window at the end is left out, as nothing can make up for it."""
+def test_deficit_slope_accounts_for_training_gain(sign, word):
+    """Compare damage with the accuracy gained meanwhile; skip windows at the end of training."""
     specs = designs.deficit_scan("demo", "digits", seeds=range(3))
     curve = [
         {"step": t, "test": {"accuracy": 0.9 - 0.9 * 2 ** (-t / 100)}}
@@ -327,7 +325,7 @@ def test_damage_beside_what_training_gains(sign, word):
     )
 
 
-def test_the_majority_of_the_tasks():
+def test_combined_verdict_follows_task_majority():
     def of(*votes):
         return combined(votes, "majority")
 

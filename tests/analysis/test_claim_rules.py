@@ -1,4 +1,4 @@
-"""The dates of the claims' rules: a rule that changes needs a new one, and rows from before it are marked."""
+"""Dates of claim rules: a changed rule needs a new date, and older rows are marked."""
 
 import re
 from dataclasses import replace
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.slow
-def test_the_date_of_every_rule_is_that_of_its_last_change():
-    """Red after a change of a rule: ``python -m bench.date_claim_rules`` dates it; rows from before are then marked."""
+def test_claim_dates_match_last_rule_changes():
+    """Fail after a change of a rule until ``python -m bench.date_claim_rules`` dates it."""
     found = claims()
     assert [c.id for c in found if c.rule != date_claim_rules.fingerprint(c)] == []
     assert all(pd.Timestamp(c.since).tzinfo is not None for c in found)
@@ -36,7 +36,7 @@ def test_the_date_of_every_rule_is_that_of_its_last_change():
     )
 
 
-def test_a_changed_rule_has_another_fingerprint(monkeypatch):
+def test_rule_fingerprint_changes_with_rule(monkeypatch):
     claim = IDS["entailment_small"]
     old = date_claim_rules.fingerprint(claim)
     assert old == date_claim_rules.fingerprint(
@@ -83,7 +83,8 @@ def test_a_changed_rule_has_another_fingerprint(monkeypatch):
         (run_table, "EXTERNAL_FAILURE", "cpt_improves"),
     ],
 )
-def test_what_a_rule_calls_on_is_part_of_it(module, name, claim, monkeypatch):
+def test_rule_fingerprint_covers_called_functions(module, name, claim, monkeypatch):
+    """Include called functions, constants and patterns in the fingerprint of a rule."""
     old, there = date_claim_rules.fingerprint(IDS[claim]), getattr(module, name)
     changed = {int: 2, float: 0.1, dict: {"relative_cost": 1}}.get(type(there), another)
     monkeypatch.setattr(
@@ -107,7 +108,7 @@ def first(x):
     return x + 1  # a comment
 
 
-def test_comments_and_docstrings_are_no_rule():
+def test_rule_fingerprint_ignores_comments_and_docstrings():
     def undocumented(x):
         return x + 1
 
@@ -126,7 +127,7 @@ def test_comments_and_docstrings_are_no_rule():
 @pytest.mark.parametrize(
     ("since", "older"), [("2025-12-31T10:00", False), ("2026-01-01T00:01", True)]
 )
-def test_rows_that_are_older_than_the_rule_are_marked(since, older):
+def test_claim_marks_rows_older_than_rule(since, older):
     rows = by_arm(
         designs.quality_cost("demo", seeds=range(3)), {}
     )  # started on the first of January 2026

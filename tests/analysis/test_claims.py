@@ -1,4 +1,4 @@
-"""The claims of the paper: their rules in both directions, effects of runs with a known answer, their own honesty."""
+"""Claims of the paper: rules in both directions, known effects, and consistency of the table of claims."""
 
 from dataclasses import replace
 
@@ -61,11 +61,11 @@ pytestmark = pytest.mark.filterwarnings(
         ("exact", 0, -1, -1, 3, CONTRADICTED),
     ],
 )
-def test_rules(test, margin, low, high, n, said):
+def test_verdict_follows_interval_and_margin(test, margin, low, high, n, said):
     assert verdict(test, margin, ((low + high) / 2, low, high), n) == said
 
 
-def test_an_unknown_rule_is_refused():
+def test_verdict_rejects_unknown_rule():
     refused(
         "unknown test 'better'; choose from more, no_worse",
         verdict,
@@ -76,7 +76,7 @@ def test_an_unknown_rule_is_refused():
     )
 
 
-def test_several_experiments():
+def test_combined_verdict_of_several_experiments():
     def of(*verdicts, test="more", domains="aaaa"):
         return rules.combined(zip(domains, verdicts, strict=False), test)
 
@@ -104,7 +104,7 @@ def test_several_experiments():
 
 
 def students(*values):
-    """An effect of differences by seed."""
+    """Return an effect whose interval follows from differences by seed."""
     return Effect(
         "made up",
         "demo",
@@ -115,8 +115,8 @@ def students(*values):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_holm(seed):
-    """Against p-values of scipy, adjusted as in books: which of several experiments stand."""
+def test_holm_matches_scipy_pvalues(seed):
+    """Select the same significant experiments as Holm-adjusted p-values of scipy."""
     rng = np.random.default_rng(seed)
     samples = [rng.normal(shift, 1, 5) for shift in (3, -2, 2, 1.5, 1, 0)]
     claim = replace(IDS["schedule_controls"], margin=0.0)
@@ -134,8 +134,8 @@ def test_holm(seed):
     }
 
 
-def test_runs_at_other_scales_weaken_no_word(monkeypatch):
-    """Holm's correction is over the experiments of one scale: small ones and the paper's are apart."""
+def test_holm_corrects_within_one_scale(monkeypatch):
+    """Correct over the experiments of one scale; keep demo and paper scale separate."""
     weak, none = students(0.1, 0.9, 0.5, 0.2, 0.6), students(-1, 1, 0.5, -0.5, 0.1)
     for scale, other in (("paper", "demo"), ("demo", "paper")):
         effects = [
@@ -160,7 +160,7 @@ IDS = {claim.id: claim for claim in claims()}
 
 
 def entry(rows, name):
-    """The entry of one claim, judged by made-up rows."""
+    """Return the entry of one claim, judged by synthetic rows."""
     return judge(
         IDS[name], table({**row, "store": "somewhere/made_up.jsonl"} for row in rows)
     )
@@ -176,7 +176,7 @@ def by_arm(specs, values, metric="accuracy"):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_arms_and_groups(sign):
+def test_claim_compares_arms_and_savings_groups(sign):
     specs = designs.quality_cost("demo", seeds=range(3))
     rows = by_arm(
         specs,
@@ -198,7 +198,8 @@ def test_arms_and_groups(sign):
     assert entry(two, "schedule_controls").verdict(False) == OPEN
 
 
-def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
+def test_claim_ignores_smoke_rows():
+    """Ignore smoke rows, and judge rows at paper scale separately."""
     smoke = by_arm(designs.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
     assert entry(smoke, "imagenet_large").effects == ()
     paper = by_arm(
@@ -213,7 +214,7 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
 
 
 @pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
-def test_six_bits_of_a_perplexity(six, said):
+def test_language_claim_judges_perplexity_at_six_bits(six, said):
     specs = designs.quality_cost(
         "demo", "pydoc", schedules=["RR", "RTH"], static_bits=[8], seeds=range(3)
     )
@@ -233,7 +234,7 @@ def test_six_bits_of_a_perplexity(six, said):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_correlation(sign):
+def test_correlation_claim_follows_sign(sign):
     specs = designs.quality_cost("demo", seeds=range(3))
     rows = rows_of(specs, lambda s: 0.5 + 0.1 * sign * float(s.schedule.bits().mean()))
     claim = replace(IDS["cost_decides"], test="correlation")
@@ -251,7 +252,7 @@ def test_correlation(sign):
     )  # one task is no majority of domains
 
 
-def test_a_better_predictor():
+def test_predictor_claim_needs_several_domains():
     def by_noise(s):
         return 0.5 - 1e-4 * s.schedule.noise_exposure()
 
@@ -278,7 +279,7 @@ def test_a_better_predictor():
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_critical_periods(sign):
+def test_critical_period_claims_detect_length_and_window(sign):
     specs = designs.deficit_scan("demo", "digits", seeds=range(3))
 
     def value(s):
@@ -302,8 +303,8 @@ def test_critical_periods(sign):
     assert "[300, 500) of 600 minus [0, 200) of 600" in window.effects[0][0].comparison
 
 
-def test_lost_time_is_no_damage():
-    """Low steps that are worth less than good ones, but more than nothing: the two controls disagree."""
+def test_deficit_claim_separates_lost_time_from_damage():
+    """Call a deficit mixed if its two controls disagree."""
     specs = designs.deficit_length("demo", "digits", seeds=range(3))
 
     def value(s):
@@ -330,7 +331,7 @@ def test_lost_time_is_no_damage():
 # --- the list -------------------------------------------------------------------------------------
 
 
-def test_the_claims_are_complete_and_can_be_settled():
+def test_claims_name_known_grids_and_margins():
     found = claims()
     assert len(found) >= 50
     assert len(IDS) == len(found)
@@ -346,14 +347,14 @@ def test_the_claims_are_complete_and_can_be_settled():
             assert claim.margin > 0, claim.id
 
 
-def test_a_misspelt_claim_is_refused(monkeypatch):
+def test_claims_reject_unknown_measure(monkeypatch):
     listed = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
     listed.loc[0, "measure"] = "guess"
     monkeypatch.setattr(pd, "read_csv", lambda *a, **k: listed)
     refused("unknown measure of claim ptb_costs 'guess'; the nearest of", claims)
 
 
-def test_the_committed_rows_are_judged_by_the_rules_alone():
+def test_claim_effect_matches_independent_recount():
     """Recompute one effect of the committed rows here, without the module."""
     rows = stores.load_rows(results_dir() / "graph_facebook.jsonl")
     effect = next(

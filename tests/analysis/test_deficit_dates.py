@@ -1,4 +1,4 @@
-"""Costs of deficits by date and decay: against a recount of the committed rows, and on rows with a known answer."""
+"""Costs of deficits by date and decay, against a recount of committed rows and on synthetic rows."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def committed():
 
 @pytest.fixture(scope="module")
 def recount():
-    """Loss in points by decay, start and seed, read from the JSON lines without any of our code."""
+    """Return the loss in points by decay, start and seed, read from JSON lines without the package."""
     accuracy = {}
     for line in (results_dir() / "h3.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -53,7 +53,7 @@ def recount():
     }
 
 
-def test_outcome_has_the_losses_of_a_recount(committed, recount):
+def test_deficit_losses_match_recount(committed, recount):
     found = deficit_dates.outcome(committed)
     assert list(found.losses) == [
         (decay, start) for decay in DECAYS for start in STARTS
@@ -64,7 +64,7 @@ def test_outcome_has_the_losses_of_a_recount(committed, recount):
         assert loss.unit == "points"
 
 
-def test_outcome_has_the_slopes_of_a_recount(committed, recount):
+def test_deficit_slopes_match_recount(committed, recount):
     found = deficit_dates.outcome(committed)
     for decay in DECAYS:
         y = np.array([recount[decay, start] for start in STARTS])
@@ -78,7 +78,7 @@ def test_outcome_has_the_slopes_of_a_recount(committed, recount):
     assert found.slopes["step"].text() == "-0.42 [-0.63, -0.22] points"
 
 
-def test_outcome_has_the_differences_of_a_recount(committed, recount):
+def test_deficit_differences_match_recount(committed, recount):
     found = deficit_dates.outcome(committed)
     assert list(found.differences) == [
         ("step", "cosine"),
@@ -96,7 +96,7 @@ def test_outcome_has_the_differences_of_a_recount(committed, recount):
     assert found.differences["step", "constant"].text() == "+0.63 [+0.42, +0.84] points"
 
 
-def test_tables_show_losses_slopes_and_levels(committed):
+def test_deficit_tables_show_losses_and_slopes(committed):
     found = deficit_dates.outcome(committed)
     table = deficit_dates.loss_table(found).set_index("learning rate")
     assert list(table.index) == list(DECAYS)
@@ -114,7 +114,7 @@ def test_tables_show_losses_slopes_and_levels(committed):
     )
 
 
-def test_figure_has_a_line_with_intervals_per_decay(committed):
+def test_decay_figure_draws_intervals_per_decay(committed):
     figure = deficit_dates.decay_figure(committed)
     (ax,) = figure.axes
     assert len(ax.containers) == 3
@@ -128,7 +128,7 @@ def test_figure_has_a_line_with_intervals_per_decay(committed):
 
 
 def made(slopes):
-    """Runs of H3 with a loss of a point at the first date, and given slopes by decay."""
+    """Return runs of H3 that lose a point at the first date, with given slopes by decay."""
     rng, rows = np.random.default_rng(0), []
     for spec in grid_specs("h3/facebook"):
         loss = 0.0
@@ -152,7 +152,8 @@ def made(slopes):
         ),
     ],
 )
-def test_finding_says_which_decays_make_early_deficits_dear(slopes, said):
+def test_finding_names_decays_with_early_harm(slopes, said):
+    """Name the decays with which an early deficit costs more than a late one."""
     assert (
         deficit_dates.finding(
             deficit_dates.outcome(made(dict(zip(DECAYS, slopes, strict=True))))
@@ -161,7 +162,7 @@ def test_finding_says_which_decays_make_early_deficits_dear(slopes, said):
     )
 
 
-def test_finding_says_where_nothing_is_clear(committed):
+def test_finding_reports_inconclusive_slopes(committed):
     found = deficit_dates.outcome(committed)
     unclear = dict.fromkeys(
         DECAYS, replace(found.slopes["constant"], values=np.array([-1.0, 1.0, 0.5]))
@@ -172,7 +173,7 @@ def test_finding_says_where_nothing_is_clear(committed):
     )
 
 
-def test_outcome_refuses_runs_of_fixed_length():
+def test_outcome_rejects_runs_of_fixed_length():
     rows = rows_of(
         designs.deficit_scan("demo", "digits", seeds=range(3)), lambda s: 0.8
     )
@@ -198,7 +199,7 @@ def test_outcome_refuses_runs_of_fixed_length():
         (("detection", "", ""), "constant"),
     ],
 )
-def test_decay_name_reads_the_recipe(fields, name):
+def test_decay_name_follows_recipe(fields, name):
     assert decay_name(*fields) == name
 
 
@@ -231,7 +232,7 @@ def test_decay_claim_names_both_decays(committed):
     assert effect.stores == ("h3.jsonl",)
 
 
-def test_window_claim_shows_equal_recovery_by_decay(committed):
+def test_window_claim_reports_equal_recovery_per_decay(committed):
     found = {
         effect.bits: (effect, word)
         for effect, word in entry_of("deficit_window", committed).effects
@@ -242,8 +243,8 @@ def test_window_claim_shows_equal_recovery_by_decay(committed):
     assert "32 steps after each" in effect.comparison
 
 
-def test_other_claims_read_no_preregistered_runs(committed):
-    """They are pooled with nothing: of the claims on deficits, two have an effect in H3."""
+def test_deficit_claims_ignore_preregistered_runs(committed):
+    """Judge preregistered runs only by the two claims that name them."""
     deficits = [claim.id for claim in claims.claims() if claim.id.startswith("deficit")]
     names = {
         entry.claim.id
@@ -254,7 +255,7 @@ def test_other_claims_read_no_preregistered_runs(committed):
     assert all(IDS[name].measure in claims.PREREGISTERED_MEASURES for name in names)
 
 
-def test_preregistered_runs_are_not_pooled_with_others(committed):
+def test_dated_groups_separate_preregistered_runs(committed):
     others = committed.assign(key="other " + committed["key"])
     found = deficit_dates.dated_groups(pd.concat([committed, others]))
     assert [len(group) for group in found] == [300, 300]

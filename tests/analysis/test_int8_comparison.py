@@ -1,4 +1,4 @@
-"""Products on codes beside simulated ones: which runs are compared, and what is said. Rows are made up."""
+"""Comparison of int8 and simulated runs on synthetic rows: selection, pairing and wording."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ WAYS = {
 
 
 def rows(seeds=range(6), **changes):
-    """Accuracies by way with noise by seed; a test loss that is twice what is missing."""
+    """Return rows with accuracies by execution, noise by seed and a test loss of twice the error."""
     made = []
     for spec in designs.execution("demo", "digits", seeds=seeds, **changes):
         noise = np.random.default_rng(spec.seed).normal(0, 0.02)
@@ -48,13 +48,13 @@ def rows(seeds=range(6), **changes):
 
 
 def of(made):
-    """The one experiment that rows are of."""
+    """Return the runs of the only experiment in the rows."""
     (part,) = int8_comparison.executions(table(made))
     return part
 
 
 @pytest.mark.parametrize(("how", "shared"), [("simulated", True), ("integer", False)])
-def test_a_recipe_says_how_its_products_are_computed(how, shared):
+def test_recipe_execution_selects_int8_matmuls(how, shared):
     spec = smoke_spec("digits", execution=how, shared_steps=shared)
     layers = [
         m.precision
@@ -70,7 +70,7 @@ def test_a_recipe_says_how_its_products_are_computed(how, shared):
         assert (set(own) == {"per_tensor"}) is shared
 
 
-def test_differences_are_paired_by_seed():
+def test_execution_difference_pairs_by_seed():
     found = int8_comparison.execution_difference(of(rows()), "accuracy").set_index(
         "comparison"
     )
@@ -89,7 +89,7 @@ def test_differences_are_paired_by_seed():
     ]
 
 
-def test_a_run_that_diverged_counts():
+def test_execution_difference_counts_diverged_runs():
     ended = {"status": "diverged", "metrics": [], "evaluations": []}
     lost = [
         r["spec"]["seed"] == 2 and "execution" in r["spec"]["recipe"] for r in rows()
@@ -105,7 +105,7 @@ def test_a_run_that_diverged_counts():
     )
 
 
-def test_they_are_an_experiment_of_their_own():
+def test_execution_runs_form_separate_experiment():
     runs = table(
         [
             *rows(),

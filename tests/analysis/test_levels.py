@@ -1,4 +1,4 @@
-"""Levels: what full bits reach beside an effect, in words and in the claims' evidence."""
+"""Levels: accuracy of full-precision bits shown beside an effect, in text and in evidence of claims."""
 
 import re
 from dataclasses import replace
@@ -31,7 +31,7 @@ def num_steps(found, claim):
     return [effect.level for effect, _ in entry.effects]
 
 
-def test_effect_level_is_static_q_max_of_its_experiment(digits):
+def test_effect_level_uses_static_q_max(digits):
     assert num_steps(digits, "schedule_controls")[0] in (
         "static 8 reaches 90.0 %",
         "static 6 reaches 70.0 %",
@@ -42,12 +42,13 @@ def test_effect_level_is_static_q_max_of_its_experiment(digits):
     }
 
 
-def test_effect_level_stands_in_the_evidence(digits):
+def test_effect_level_appears_in_evidence(digits):
     (entry,) = claims.judge_claims(digits, ["cpt_improves"])
     assert all("; static " in line for line in entry.evidence())
 
 
-def test_effect_level_of_cycles_takes_other_numbers_of_cycles():
+def test_effect_level_ignores_number_of_cycles():
+    """Take the static arm of any number of cycles as the level."""
     specs = designs.quality_cost(
         "demo", schedules=["CR"], static_bits=[], n_cycles=8, seeds=range(3)
     )
@@ -61,7 +62,7 @@ def test_effect_level_of_cycles_takes_other_numbers_of_cycles():
     assert levels.level_of(levels.full_bits(found), wanted) == "static 8 reaches 90.0 %"
 
 
-def test_level_of_deficits_is_training_without_one():
+def test_effect_level_uses_training_without_deficit():
     found = runs_of(
         designs.deficit_scan("demo", "digits", seeds=range(3)),
         lambda s: 0.5 if s.schedule.windows else 0.8,
@@ -70,7 +71,7 @@ def test_level_of_deficits_is_training_without_one():
     assert levels.experiment_level(found) == "no deficit reaches 80.0 %"
 
 
-def test_level_of_fewer_gradient_bits_is_no_level():
+def test_full_bits_exclude_fewer_gradient_bits():
     specs = designs.quality_cost(
         "demo", schedules=["CR"], static_bits=[8], seeds=range(3)
     )
@@ -78,7 +79,7 @@ def test_level_of_fewer_gradient_bits_is_no_level():
     assert levels.full_bits(runs_of(fewer, lambda s: 0.9)).empty
 
 
-def test_level_of_an_experiment_without_full_bits_names_the_best_arm():
+def test_experiment_level_falls_back_to_best_arm():
     specs = designs.quality_cost(
         "demo", schedules=["CR", "RR"], static_bits=[], seeds=range(3)
     )
@@ -89,7 +90,7 @@ def test_level_of_an_experiment_without_full_bits_names_the_best_arm():
     )
 
 
-def test_reached_spans_recipes_and_names_the_perplexity():
+def test_reached_spans_recipes_and_perplexities():
     specs = designs.quality_cost(
         "demo",
         "pydoc",
@@ -117,7 +118,7 @@ def test_reached_spans_recipes_and_names_the_perplexity():
     assert levels.quality_text(both.iloc[:0]) == ""
 
 
-def test_training_text_counts_epochs_of_few_images():
+def test_training_text_states_epochs_or_steps():
     assert (
         levels.training_text(CASES["cifar10-jpeg"].recipe)
         == "1.4 epochs of 10,000 images of 16 x 16"
@@ -127,7 +128,7 @@ def test_training_text_counts_epochs_of_few_images():
     assert levels.training_text(recipe("paper", "cifar10")) == "64,000 steps"
 
 
-def test_claim_without_evidence_says_what_it_needs():
+def test_claim_needs_name_missing_runs():
     found = {claim.id: claims.needs(claim) for claim in claims.claims()}
     assert found["products_fanout"] == (
         "Not run: needs sage on OGBN-Products, 24 runs at paper scale (`ogbn-products/fanout`)."

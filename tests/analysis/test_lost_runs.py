@@ -1,4 +1,4 @@
-"""Runs that diverged or failed: they count, in every question, and are shown. Rows are made up, in both directions."""
+"""Diverged and failed runs: counted and shown in every analysis, on synthetic rows of both signs."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ NOT_FINITE = {
 
 
 def lost(rows, which, status="diverged", error=""):
-    """Rows of which some ended without a result."""
+    """Return the rows with a selection turned into runs without a result."""
     return [
         {
             **r,
@@ -50,7 +50,7 @@ def lost(rows, which, status="diverged", error=""):
     ]
 
 
-def test_an_arm_that_diverges_everywhere_has_lost():
+def test_claim_counts_diverged_arm_as_lost():
     rows = by_arm(designs.quality_cost("demo", seeds=range(4)), {})
     for arm, word in (("CR", CONTRADICTED), ("static 8", CONFIRMED)):
         e = entry(lost(rows, lambda a, seed, arm=arm: a == arm), "cpt_improves")
@@ -63,8 +63,8 @@ def test_an_arm_that_diverges_everywhere_has_lost():
         assert e.evidence()[0].endswith("n = 4, 4 of 8 runs diverged")
 
 
-def test_survivors_confirm_nothing():
-    """An arm that is better wherever it ends, and diverges in half of its runs."""
+def test_claim_counts_diverged_seeds():
+    """Leave a claim open if the better arm diverges in half of its runs."""
     rows = by_arm(designs.quality_cost("demo", seeds=range(6)), {"CR": 0.85})
     assert entry(rows, "cpt_improves").verdict(False) == CONFIRMED
     e = entry(lost(rows, lambda arm, seed: arm == "CR" and seed < 3), "cpt_improves")
@@ -77,7 +77,7 @@ def test_survivors_confirm_nothing():
     assert group.effects[0][0].interval[0] == pytest.approx(35, abs=0.1)
 
 
-def test_a_correlation_keeps_the_arms_that_diverged():
+def test_correlation_includes_diverged_arms():
     rows = rows_of(
         designs.quality_cost("demo", seeds=range(3)),
         lambda s: 0.5 + 0.1 * float(s.schedule.bits().mean()),
@@ -90,7 +90,7 @@ def test_a_correlation_keeps_the_arms_that_diverged():
     )  # the dearest is now the worst
 
 
-def test_where_both_diverge_nothing_is_compared():
+def test_claim_skips_seeds_diverged_in_both_arms():
     specs = designs.aggregation("demo", "digits-graph", "sage", seeds=range(5))
     rows = rows_of(specs, lambda s: 0.8)
     e = entry(lost(rows, lambda arm, seed: seed < 3), "sage_aggregation")
@@ -134,7 +134,8 @@ def test_where_both_diverge_nothing_is_compared():
         ),
     ],
 )
-def test_errors_of_a_run_count_and_others_do_not(error, counts):
+def test_run_table_counts_training_errors_as_diverged(error, counts):
+    """Count errors raised by the training as divergence, and skip failures of the machine."""
     rows = by_arm(
         designs.quality_cost("demo", schedules=["CR"], static_bits=[8], seeds=range(3)),
         {},
@@ -162,7 +163,7 @@ def test_errors_of_a_run_count_and_others_do_not(error, counts):
         ("digit-scenes", {}, "map50", 0.0),
     ],
 )
-def test_the_worst_value_of_every_task(dataset, changes, name, worst):
+def test_task_worst_metric_is_chance_level(dataset, changes, name, worst):
     scale = "paper" if dataset in ("cifar100", "ptb") else "demo"
     found = recipe(scale, dataset).to_dict() | changes
     assert EXPERIMENTS[found["task"]].worst(METRICS[name], found) == pytest.approx(
@@ -171,14 +172,15 @@ def test_the_worst_value_of_every_task(dataset, changes, name, worst):
     assert np.isnan(EXPERIMENTS[found["task"]].worst(METRICS["loss"], found))
 
 
-def test_every_named_data_set_says_how_many_classes_there_are():
+def test_datasets_declare_number_of_classes():
     for name, data in DATASETS.items():
         assert "classes" in data.sizes or name in ("ptb", "pydoc"), name
     for experiment in EXPERIMENTS.values():
         assert all(metric.worst is not None for metric in experiment.metrics)
 
 
-def test_all_metrics_of_the_data_set_are_those_of_chance():
+def test_diverged_runs_get_chance_metrics():
+    """Fill in the chance level for every metric that the data set has."""
     specs = designs.quality_cost(
         "demo", "templates", schedules=["CR"], static_bits=[8], seeds=[0]
     )
@@ -211,7 +213,7 @@ def test_all_metrics_of_the_data_set_are_those_of_chance():
 # --- tables and figures ---------------------------------------------------------------------------
 
 
-def test_equal_cost_keeps_arms_that_diverged():
+def test_equal_cost_includes_diverged_arms():
     specs = designs.equal_cost("demo", "digits", seeds=range(3))
     rows = lost(
         [row_of(s, 0.8) for s in specs],
@@ -231,7 +233,7 @@ def test_equal_cost_keeps_arms_that_diverged():
     assert equal_cost.summary(table(rows)).diverged.tolist() == found.diverged.tolist()
 
 
-def test_aggregations_that_diverge_are_compared_and_drawn():
+def test_aggregation_figure_labels_diverged_runs():
     specs = designs.aggregation(
         "demo", "digits-graph", static_bits=(8,), seeds=range(3)
     )
@@ -257,7 +259,7 @@ def test_aggregations_that_diverge_are_compared_and_drawn():
     assert "FP-Agg, static 8 bits" in labels
 
 
-def test_every_table_counts_them():
+def test_result_tables_count_diverged_runs():
     specs = designs.quality_cost("demo", seeds=range(3))
     runs = table(
         lost(
@@ -286,7 +288,7 @@ def test_every_table_counts_them():
     assert "7.00 +- 0.00 (n = 2), 1 diverged" in set(said)
 
 
-def test_a_report_of_runs_that_all_diverged():
+def test_quality_cost_handles_all_diverged_runs():
     rows = lost(
         by_arm(designs.quality_cost("demo", seeds=[0, 1]), {}), lambda arm, seed: True
     )

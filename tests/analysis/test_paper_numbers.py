@@ -1,4 +1,4 @@
-"""The numbers printed in the paper: all there, with places and spreads, and ours beside them in the same units."""
+"""Numbers printed in the paper: completeness, places, spreads, and measured values in equal units."""
 
 import pandas as pd
 import pytest
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def with_valid(row, value):
-    """The row with its main metric on held-out data too."""
+    """Return the row with its main metric on validation data added."""
     (metric, *_) = row["metrics"]
     return {**row, "metrics": [metric, {**metric, "split": "valid", "value": value}]}
 
 
-def test_numbers_of_the_paper_say_where_they_stand():
+def test_paper_numbers_have_places_and_spreads():
     listed = pd.read_csv(paper_dir() / "numbers.csv")
     assert len(listed) > 20
     assert listed.place.str.len().gt(4).all()
@@ -36,7 +36,7 @@ def test_numbers_of_the_paper_say_where_they_stand():
     assert set(table_1["value"]) >= {92.08, 66.65}
 
 
-def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
+def test_paper_comparison_uses_paper_units():
     choices = {"schedules": ["CR"], "static_bits": [8], "q_max": [8], "seeds": [0, 1]}
     specs = designs.quality_cost("paper", "ptb", task="language_model", **choices)
     rows = [
@@ -54,8 +54,8 @@ def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
     assert set(found["table 1: cifar10, resnet74"]) == {"not run"}
 
 
-def test_what_the_paper_compares_is_compared_in_our_rows():
-    """Differences in points, of each experiment at paper scale that has both; what is saved is computed."""
+def test_paper_comparison_computes_differences():
+    """Compare differences in points per experiment at paper scale; compute the savings."""
     specs = designs.quality_cost("paper", "voc2012", schedules=["ETV"], seeds=[0, 1, 2])
     rows = [row_of(s, 0.6 + 0.0102 * (s.arm == "ETV"), "map50") for s in specs]
     nodes = designs.quality_cost(
@@ -94,8 +94,8 @@ def test_what_the_paper_compares_is_compared_in_our_rows():
     assert found["figure 6: ogbn-products, sage", "large"] == "60.1 %, computed"
 
 
-def test_the_best_epoch_stands_beside_the_last_and_is_called_what_it_is():
-    """Nothing is held out at paper scale, as in the paper: the best epoch is the best one on the test set."""
+def test_paper_comparison_labels_best_test_epoch():
+    """Label the best epoch as chosen on the test set, as no data are held out at paper scale."""
     (spec,) = designs.deficit_length(
         "paper", "imagenet", deficit_lengths=[0], seeds=[0]
     )

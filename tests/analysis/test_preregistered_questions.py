@@ -1,4 +1,4 @@
-"""Critical periods, equal cost and predictors, from rows that were made up so that the answer is known."""
+"""Critical periods, equal cost and predictors, from synthetic rows with known effects."""
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 # --- intervals ------------------------------------------------------------------------------------
 
 
-def test_interval_is_students():
+def test_interval_matches_student_t():
     values = [0.1, 0.4, 0.2, 0.7]
     mean, low, high = statistics.interval(values)
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
@@ -37,7 +37,7 @@ def test_interval_is_students():
     assert np.isnan(statistics.interval([])).all()
 
 
-def test_a_group_counts_on_seeds_that_all_its_arms_have():
+def test_group_difference_uses_common_seeds():
     specs = designs.quality_cost(
         "demo", schedules=["RR", "RTH"], static_bits=[8], seeds=[0, 1]
     )
@@ -57,7 +57,7 @@ def test_a_group_counts_on_seeds_that_all_its_arms_have():
     refused("no rows for 'small'; there are RR, RTH, static 8", by_seed, "small")
 
 
-def test_share_at_q_min_of_static_precisions():
+def test_share_at_q_min_of_static_arms():
     rows = [
         row_of(s, 0.5)
         for s in designs.quality_cost(
@@ -79,7 +79,7 @@ def test_share_at_q_min_of_static_precisions():
 
 
 def harm(spec, seed_noise=0.0):
-    """0.9 without a deficit; a deficit of L steps costs L / 1000, twice that at the end."""
+    """Return 0.9 minus L / 1000 for a deficit of L steps, or twice that at the end."""
     windows = spec.schedule.windows
     if not windows:
         return 0.9 + seed_noise
@@ -102,7 +102,7 @@ def deficits(deficit_rows):
     return table(deficit_rows)
 
 
-def test_deficits_against_their_controls(deficits):
+def test_deficits_compare_with_controls(deficits):
     found = critical_periods.deficits(deficits)
     assert len(found) == 13 + 6
     length, window = (found[found.experiment == name] for name in ("length", "window"))
@@ -126,7 +126,7 @@ def test_deficits_against_their_controls(deficits):
             assert r.worse == 3
 
 
-def test_less_is_better_for_a_perplexity():
+def test_deficits_treat_lower_perplexity_as_better():
     specs = designs.deficit_scan("demo", "pydoc", seeds=[0, 1])
     runs = table(row_of(s, 10 + len(s.schedule.windows), "perplexity") for s in specs)
     found = critical_periods.deficits(runs)
@@ -139,7 +139,7 @@ def test_less_is_better_for_a_perplexity():
     assert left.get_ylim() == right.get_ylim()
 
 
-def test_where_one_training_serves_both_experiments():
+def test_deficits_share_control_between_experiments():
     specs = designs.deficit_scan(
         "demo", "digits-graph", seeds=[0]
     )  # N = 100 steps, windows within 100 steps
@@ -154,8 +154,8 @@ def test_where_one_training_serves_both_experiments():
 
 
 @pytest.mark.parametrize("dataset", ["digits", "digits-graph"])
-def test_two_deficits_at_the_start_of_different_experiments(dataset):
-    """At smoke scale the one window lies at the start too; a deficit of the other kind makes training longer."""
+def test_deficits_separate_length_and_window_experiments(dataset):
+    """Assign deficits at the start to the length or to the window experiment."""
     specs = designs.deficit_scan("smoke", dataset, seeds=[0])
     found = critical_periods.deficits(table(row_of(s, harm(s)) for s in specs))
     n = min(found.total)
@@ -172,7 +172,7 @@ def test_two_deficits_at_the_start_of_different_experiments(dataset):
     }
 
 
-def test_rows_of_other_kinds_are_refused(deficit_rows):
+def test_deficits_reject_unrelated_rows(deficit_rows):
     (other,) = designs.quality_cost("demo", schedules=["CR"], static_bits=[], seeds=[0])
     assert run_groups.deficit_groups(table([row_of(other, 0.9)])) == []
     mixed = table([*deficit_rows, row_of(other, 0.9)])
@@ -194,7 +194,7 @@ def test_rows_of_other_kinds_are_refused(deficit_rows):
 
 
 @pytest.mark.parametrize(("dataset", "arms"), [("cifar10", 9), ("imagenet", 3)])
-def test_table_1_has_every_number_of_the_paper(dataset, arms):
+def test_table_1_lists_every_paper_number(dataset, arms):
     specs = designs.deficit_scan("paper", dataset, seeds=[0])
     found = critical_periods.table_1(table(row_of(s, 0.9) for s in specs))
     paper = pd.read_csv(paper_dir() / "numbers.csv")
@@ -249,7 +249,7 @@ def test_figure_8_draws_every_seed(deficits):
 
 
 def uncontrolled(loss, seeds=range(4)):
-    """Runs of the nine arms of table 1 at 90 % accuracy, minus a function of a window's start and length (shares)."""
+    """Return runs of the nine arms of table 1 at 90 % minus a loss by start and length of the window."""
     specs = designs.deficit_scan(
         "background",
         "cifar10-jpeg/",
@@ -267,7 +267,8 @@ def uncontrolled(loss, seeds=range(4)):
     return table(rows)
 
 
-def test_deficits_without_controls_compare_with_no_deficit():
+def test_deficits_without_controls_use_clean_training():
+    """Compare deficits that lack a control with training without a deficit."""
     runs = uncontrolled(lambda start, length: 0.02 * length)
     assert len(runs) == 9 * 4
     assert not critical_periods.has_controls(critical_periods.deficits(runs))
@@ -287,12 +288,12 @@ def test_deficits_without_controls_compare_with_no_deficit():
     )
 
 
-def test_deficits_with_controls_name_them(deficits):
+def test_deficit_summary_names_controls(deficits):
     assert critical_periods.has_controls(critical_periods.deficits(deficits))
     assert "minus control of equal length [95 %]" in critical_periods.summary(deficits)
 
 
-def test_figure_8_without_controls_has_both_panels():
+def test_figure_8_without_controls_has_panels():
     runs = uncontrolled(lambda start, length: 0.02 * length)
     left, right = critical_periods.figure_8(runs).axes
     labels = [line.get_label() for line in left.lines]
@@ -308,7 +309,7 @@ def test_figure_8_without_controls_has_both_panels():
     assert list(windows.get_xdata()) == [244, 488, 975]
 
 
-def test_table_1_beside_paper_takes_nearest_arms():
+def test_table_1_comparison_selects_nearest_arms():
     shown = critical_periods.table_1_beside_paper(
         uncontrolled(lambda start, length: 0.02 * length)
     )
@@ -343,7 +344,8 @@ def test_table_1_beside_paper_takes_nearest_arms():
     )
 
 
-def test_table_1_beside_paper_takes_same_arms_at_paper_scale():
+def test_table_1_comparison_at_paper_scale():
+    """Select the arms of the paper at paper scale."""
     specs = designs.deficit_scan("paper", "imagenet", seeds=[0])
     shown = critical_periods.table_1_beside_paper(table(row_of(s, 0.9) for s in specs))
     assert shown.iloc[:, :2].to_numpy().tolist() == [
@@ -358,7 +360,7 @@ def test_table_1_beside_paper_takes_same_arms_at_paper_scale():
     )
 
 
-def test_critical_period_finding_follows_the_intervals(deficits):
+def test_critical_period_finding_follows_intervals(deficits):
     def finding(loss, seeds=range(4)):
         return critical_periods.finding(uncontrolled(loss, seeds))
 
@@ -408,7 +410,7 @@ def equal_runs(**changes):
     return table(equal_rows(**changes))
 
 
-def test_equal_cost_compares_what_costs_the_same():
+def test_equal_cost_compares_equally_costly_arms():
     found = equal_cost.equal_cost(equal_runs()).set_index("arm")
     assert found.index.tolist() == [
         "RR",
@@ -426,14 +428,14 @@ def test_equal_cost_compares_what_costs_the_same():
 @pytest.mark.parametrize(
     ("spent", "compared"), [(0.94, False), (0.96, True), (1.04, True), (1.06, False)]
 )
-def test_what_costs_five_percent_more_or_less_is_compared(spent, compared):
+def test_equal_cost_allows_five_percent(spent, compared):
     runs = equal_runs()
     rr = runs.bitops[runs.arm == "RR"].iloc[0]
     runs.loc[runs.arm == "static 8", "bitops"] = spent * rr
     assert ("static 8" in set(equal_cost.equal_cost(runs).arm)) == compared
 
 
-def test_two_budgets_are_kept_apart():
+def test_equal_cost_separates_budgets():
     runs = table(equal_rows() + equal_rows(budget=0.546875, delay=0.2))
     found = equal_cost.equal_cost(runs)
     second = found[found.base == "RR at 0.547"].set_index("arm")
@@ -451,7 +453,7 @@ def test_two_budgets_are_kept_apart():
     )
 
 
-def test_equal_cost_of_a_perplexity_is_positive_when_better():
+def test_equal_cost_inverts_perplexity_difference():
     specs = designs.equal_cost("demo", "pydoc", seeds=[0, 1])
     found = equal_cost.equal_cost(
         table(row_of(s, 12.0 if s.arm == "RR" else 10.0, "perplexity") for s in specs)
@@ -459,7 +461,7 @@ def test_equal_cost_of_a_perplexity_is_positive_when_better():
     assert (found[found.arm != "RR"].difference == 2.0).all()
 
 
-def test_quality_against_cost_leaves_them_out(deficit_rows):
+def test_quality_cost_groups_exclude_equal_cost_runs(deficit_rows):
     runs = table([*deficit_rows, *equal_rows()])
     (group,) = run_groups.quality_cost_groups(runs)
     assert set(group.arm) == {"RR", "static 8"}
@@ -467,7 +469,7 @@ def test_quality_against_cost_leaves_them_out(deficit_rows):
     assert run_groups.equal_cost_groups(group) == []
 
 
-def test_what_is_at_paper_scale_comes_first():
+def test_run_groups_put_paper_scale_first():
     small = [
         row_of(s, 0.5)
         for s in designs.quality_cost(
@@ -491,7 +493,7 @@ def test_what_is_at_paper_scale_comes_first():
 
 
 def quality_runs(quality, seeds=range(3), **changes):
-    """Runs whose accuracy is a function of the schedule, the same for all seeds."""
+    """Return runs whose accuracy is a function of the schedule, equal for all seeds."""
     specs = designs.quality_cost("demo", "digits", seeds=seeds, **changes)
     return table(row_of(s, 0.5 + quality(s) + 1e-4 * s.seed) for s in specs)
 
@@ -504,7 +506,7 @@ def by_noise(spec):
     return -1e-4 * cost.noise_exposure(spec.schedule.bits(), 8)
 
 
-def test_predictors_find_what_decides():
+def test_predictors_identify_deciding_feature():
     one, two = (predictors.predictors(quality_runs(by)) for by in (by_cost, by_noise))
     cheap, noisy = one.set_index("predictor"), two.set_index("predictor")
     assert cheap.strength["relative_cost"] == pytest.approx(1)
@@ -519,7 +521,7 @@ def test_predictors_find_what_decides():
     assert reverse.strength["relative_cost"] == pytest.approx(-1)
 
 
-def test_strength_is_spearmans():
+def test_predictor_strength_matches_spearman():
     rng = np.random.default_rng(3)
     noise = {
         s.key: rng.normal(0, 0.02)
@@ -543,7 +545,7 @@ def test_strength_is_spearmans():
         assert found.low[name] <= found.strength[name] <= found.high[name]
 
 
-def test_too_little_for_a_prediction():
+def test_predictors_reject_too_few_arms():
     with pytest.raises(
         ValueError, match="ten arms and two seeds are needed, there are 11 and 1"
     ):
@@ -579,7 +581,8 @@ def test_too_little_for_a_prediction():
     assert predictors.summary({}).empty
 
 
-def test_runs_that_count_compare_aggregations_and_every_q_max_has_its_own_deficits():
+def test_run_groups_separate_deficits_per_q_max():
+    """Group finished runs by aggregation, and deficits by q_max."""
     specs = designs.aggregation("demo", static_bits=(8,), seeds=[0, 1])
     rows = [
         row_of(s, 0.8, status="failed" if s.seed == 0 else "ok")

@@ -24,12 +24,12 @@ from tests.helpers import PROVENANCE, quietly, refused, row_of, stored_row, writ
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
-    """A table of ``rows_of``."""
+    """Return a table of ``rows_of``."""
     return table(rows_of(accuracy, seeds, statics))
 
 
 def rows_of(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
-    """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed, cost)."""
+    """Return rows of a grid whose accuracies are a function of arm, seed and cost."""
     specs = designs.quality_cost("demo", static_bits=statics, seeds=seeds)
     return [
         stored_row(s, accuracy(s.arm, s.seed, relative_cost(s.schedule.bits(), 8)))
@@ -38,7 +38,7 @@ def rows_of(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
 
 
 def changed(rows, recipe=None, **spec):
-    """The same rows with other values in their specs."""
+    """Return the rows with some fields of their specs replaced."""
     return [
         {
             **r,
@@ -60,14 +60,14 @@ def as_perplexity(rows):
 
 
 def caption_of(figure):
-    """The words below a figure, in one line."""
+    """Return the caption of a figure as one line."""
     (caption,) = (
         text.get_text() for text in figure.texts if text is not figure._suptitle
     )
     return " ".join(caption.split())
 
 
-def test_mean_and_deviation_by_arm():
+def test_by_arm_returns_mean_and_deviation():
     arms = quality_cost.by_arm(
         made_up(lambda arm, seed, cost: 0.5 + 0.1 * seed)
     ).set_index("arm")
@@ -78,7 +78,8 @@ def test_mean_and_deviation_by_arm():
     assert arms.loc["static 5", "relative_cost"] == pytest.approx(105 / 192)
 
 
-def test_runs_that_diverged_enter_the_mean_as_chance_and_those_that_failed_do_not():
+def test_by_arm_scores_diverged_runs_as_chance():
+    """Count diverged runs at chance level, and exclude failed runs."""
     rows = rows_of(lambda arm, seed, cost: 0.5)
     rows[0] |= {"status": "diverged", "metrics": []}
     rows[1] |= {"status": "failed", "metrics": [], "error": "took longer than 60 s"}
@@ -94,7 +95,7 @@ def test_runs_that_diverged_enter_the_mean_as_chance_and_those_that_failed_do_no
 
 
 def cost_line(runs, **options):
-    """What the rank correlation says of cost."""
+    """Return the rank correlation of quality with relative cost."""
     return (
         predictors.rank_correlation(runs, **options)
         .set_index("predictor")
@@ -102,7 +103,7 @@ def cost_line(runs, **options):
     )
 
 
-def test_alike_values_share_their_rank():
+def test_spearman_averages_tied_ranks():
     x, ys = (
         np.array([1.0, 2, 2, 3, 4, 4]),
         np.array([[5.0, 5, 1, 2, 2, 7], [3, 1, 1, 1, 2, 2]]),
@@ -111,15 +112,15 @@ def test_alike_values_share_their_rank():
     assert statistics.spearman(x, ys).tolist() == pytest.approx(expected)
 
 
-def test_seeds_that_disagree_leave_the_correlation_open():
-    """A seed in which quality rises with cost, and one in which it falls a little less steeply."""
+def test_rank_correlation_spans_disagreeing_seeds():
+    """Widen the interval if quality rises with cost in one seed and falls in the next."""
     line = cost_line(
         made_up(lambda arm, seed, cost: 0.5 + (0.1, -0.09)[seed] * cost, seeds=(0, 1))
     )
     assert (line.strength, line.low, line.high) == pytest.approx((1, -1, 1))
 
 
-def test_correlation_of_little():
+def test_rank_correlation_of_few_seeds():
     one = made_up(lambda arm, seed, cost: cost, seeds=(0,))
     assert cost_line(one).strength == pytest.approx(1)
     assert np.isnan(cost_line(one)[["low", "high"]].to_list()).all()
@@ -136,7 +137,7 @@ def test_correlation_of_little():
     assert np.isnan(cost_line(apart).low)
 
 
-def test_mixed_experiments_are_refused():
+def test_quality_cost_rejects_mixed_experiments():
     rows = rows_of(lambda arm, seed, cost: 0.5)
     refused(
         "rows mix scales: demo, paper",
@@ -161,7 +162,7 @@ def test_mixed_experiments_are_refused():
     )
 
 
-def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
+def test_comparison_shows_paper_numbers(tmp_path, monkeypatch):
     same = {
         "artefact": "figure_3",
         "dataset": "digits",
@@ -202,7 +203,7 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     assert shown.loc["RR", "paper"] == "drawn, no number printed"
 
 
-def test_columns_that_say_the_same_of_all_arms_are_left_out(monkeypatch):
+def test_sections_drop_uninformative_columns(monkeypatch):
     monkeypatch.setattr(quality_cost, "figure_3", lambda *_, **__: None)
     (section,) = quality_cost.sections(made_up(lambda arm, seed, cost: 0.6, seeds=(0,)))
     assert not {"q_max", "std", "failed", "paper"} & set(section.table)
@@ -218,7 +219,8 @@ def test_columns_that_say_the_same_of_all_arms_are_left_out(monkeypatch):
         assert ("failed" in section.table) == again
 
 
-def test_a_precision_that_fails_is_named_below_the_axis():
+def test_figure_3_names_failed_static_precision():
+    """Name a precision whose accuracy lies below the axis."""
     rows = made_up(lambda arm, seed, cost: 0.1 if arm == "static 2" else 0.9)
     figure = quality_cost.figure_3(rows)
     assert figure.axes[0].get_title(loc="right") == "below the axis: static 2 bits 10 %"
@@ -232,8 +234,8 @@ def test_a_precision_that_fails_is_named_below_the_axis():
     )
 
 
-def test_means_are_compared_on_the_seeds_that_all_arms_have():
-    """Seeds that only some arms have, and that are lucky, lift no point and put no arm on the front."""
+def test_on_common_seeds_removes_partial_seeds():
+    """Compare means only on seeds that all arms have."""
 
     def accuracy(arm, seed, cost):
         return 0.5 + 0.1 * cost + 0.3 * (seed > 1)
@@ -274,8 +276,8 @@ def test_means_are_compared_on_the_seeds_that_all_arms_have():
     assert len(quality_cost.on_common_seeds(table(failed))) == len(few)
 
 
-def test_correlation_takes_the_seeds_that_all_arms_have():
-    """An arm with more seeds than the others must not bring its own seeds into the comparison."""
+def test_rank_correlation_uses_common_seeds():
+    """Exclude seeds that only one arm has from the rank correlation."""
 
     def accuracy(arm, seed, cost):
         return cost + 0.1 * seed + 0.2 * (len(arm) * (seed + 1) % 3)
@@ -288,7 +290,7 @@ def test_correlation_takes_the_seeds_that_all_arms_have():
 
 
 def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
-    """Runs of both aggregations; Q-Agg is ``gap`` better, whatever the seed."""
+    """Return runs of both aggregations, with Q-Agg better by ``gap`` for every seed."""
     rows = []
     for spec in designs.aggregation("demo", static_bits=(2, 8), seeds=seeds):
         value = 0.8 + 0.02 * spec.seed + gap * (spec.recipe.aggregation == "quantized")
@@ -308,7 +310,7 @@ def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
     return table(rows)
 
 
-def test_aggregations_are_compared_seed_by_seed():
+def test_aggregation_difference_pairs_by_seed():
     found = aggregation.aggregation_difference(both_aggregations())
     assert found["difference"].to_numpy() == pytest.approx(np.full(6, 0.01))
     assert sorted(found["arm"].unique()) == ["static 2", "static 8"]
@@ -323,7 +325,7 @@ def test_aggregations_are_compared_seed_by_seed():
     assert shown["seeds"].to_list() == [3, 3]
 
 
-def test_figure_5_shows_curves_and_paired_differences():
+def test_figure_5_shows_paired_differences():
     figure = aggregation.figure_5(both_aggregations())
     left, right = figure.axes
     curves = {line.get_label(): line.get_ydata() for line in left.lines}
@@ -355,7 +357,7 @@ def test_figure_5_shows_curves_and_paired_differences():
 # --- perplexity: less is better -------------------------------------------------------------------
 
 
-def test_quality_is_minus_perplexity():
+def test_quality_cost_negates_perplexity():
     runs = table(as_perplexity(rows_of(lambda arm, seed, cost: 100 - 10 * cost + seed)))
     assert metrics.metric_of(runs) == "perplexity"
     assert cost_line(runs).strength == pytest.approx(1)  # what costs more is better
@@ -371,7 +373,7 @@ def test_quality_is_minus_perplexity():
     ).to_list() == pytest.approx([-8.125] * 3)
 
 
-def test_the_front_at_equal_cost_and_at_equal_quality():
+def test_pareto_front_keeps_ties():
     means = [0.8, 0.7, 0.8, 0.8, 0.9, float("nan")]
     arms = pd.DataFrame(
         {"relative_cost": [0.5, 0.5, 0.5, 0.6, 0.7, 0.2], "mean": means}
@@ -380,7 +382,7 @@ def test_the_front_at_equal_cost_and_at_equal_quality():
     assert quality_cost.pareto(arms).tolist() == [True, False, True, False, True, False]
 
 
-def test_figure_7_turns_the_axis():
+def test_figure_7_inverts_perplexity_axis():
     rows = as_perplexity(
         rows_of(
             lambda arm, seed, cost: 9e3 if arm == "static 2" else 100 - 10 * cost + seed
@@ -400,7 +402,7 @@ def test_figure_7_turns_the_axis():
 
 
 def at_rates(valid, test, rates=(0.1, 0.2, 0.3)):
-    """Rows at several learning rates: accuracies are functions of (arm, rate)."""
+    """Return rows at several learning rates, with accuracies by arm and rate."""
     out = []
     for rate in rates:
         part = changed(
@@ -423,7 +425,8 @@ def at_rates(valid, test, rates=(0.1, 0.2, 0.3)):
     return out
 
 
-def test_the_rate_is_chosen_per_arm_on_validation_data():
+def test_tuned_selects_rate_on_validation():
+    """Choose the learning rate of each arm by its validation accuracy."""
     rows = at_rates(
         valid=lambda arm, rate: 0.9 if rate == (0.1 if arm == "CR" else 0.3) else 0.5,
         test=lambda arm, rate: 1 - rate,  # would choose 0.1 for all
@@ -442,7 +445,7 @@ def test_the_rate_is_chosen_per_arm_on_validation_data():
     assert "2 seeds" in caption_of(quality_cost.figure_3(kept))
 
 
-def test_what_is_loaded_is_tuned(tmp_path):
+def test_load_tunes_learning_rates(tmp_path):
     rows = at_rates(valid=lambda arm, rate: rate, test=lambda arm, rate: rate)
     store = tmp_path / "x.jsonl"
     for row in rows:
@@ -452,7 +455,7 @@ def test_what_is_loaded_is_tuned(tmp_path):
     assert set(load(store).store) == {f"{tmp_path.name}/x.jsonl"}
 
 
-def test_the_rate_is_chosen_where_less_is_better():
+def test_tuned_selects_rate_of_lowest_perplexity():
     rows = as_perplexity(
         at_rates(valid=lambda arm, rate: rate, test=lambda arm, rate: rate)
     )
@@ -460,7 +463,7 @@ def test_the_rate_is_chosen_where_less_is_better():
 
 
 def at(rows, rate, seeds, status="diverged", error=""):
-    """The rows, of which those at a rate and some seeds ended without a result."""
+    """Return the rows with the runs at one rate and some seeds ended without a result."""
     return [
         {**r, "status": status, "metrics": [], "error": error}
         if r["spec"]["recipe"]["lr"] == rate and r["spec"]["seed"] in seeds
@@ -469,7 +472,7 @@ def at(rows, rate, seeds, status="diverged", error=""):
     ]
 
 
-def test_a_rate_at_which_runs_diverged_is_not_preferred():
+def test_tuned_avoids_diverged_learning_rates():
     rows = at_rates(
         valid=lambda arm, rate: {0.1: 0.3, 0.2: 0.5, 0.3: 0.99}[rate],
         test=lambda arm, rate: 0.5,
@@ -494,9 +497,8 @@ def test_a_rate_at_which_runs_diverged_is_not_preferred():
     assert tuned(runs).equals(runs)  # one rate is never dropped
 
 
-def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(
-    tmp_path, monkeypatch
-):
+def test_load_deduplicates_runs_across_stores(tmp_path, monkeypatch):
+    """Load a run of two stores once, whatever the order of the stores."""
     monkeypatch.setattr("cpt_lab.analysis.run_table.results_dir", lambda: tmp_path)
     spec, other = designs.quality_cost(
         "demo", "digits", "mlp6", schedules=["CR", "RR"], static_bits=[], seeds=[0]
@@ -523,12 +525,13 @@ def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(
         assert load(a, b).accuracy[0] == load(b, a).accuracy[0] == 0.7
 
 
-def test_an_interval_holds_the_middle_95_percent_of_the_resamples():
+def test_predictor_bounds_hold_middle_95_percent():
     low, high = predictors._bounds(np.arange(101.0)[None])
     assert (low.tolist(), high.tolist()) == ([2.5], [97.5])
 
 
-def test_runs_on_other_data_are_left_out_and_said(tmp_path):
+def test_load_warns_of_different_data(tmp_path):
+    """Exclude runs on data with a different checksum, and warn."""
     specs = designs.quality_cost(
         "demo", "digits", "mlp6", schedules=["CR"], static_bits=[], seeds=range(5)
     )
@@ -569,7 +572,7 @@ def test_runs_on_other_data_are_left_out_and_said(tmp_path):
 
 
 def points_of(ax):
-    """(x, y) of everything in axes that has a marker, by marker, with the colour of its edge."""
+    """Return the coordinates of all markers in axes by marker, colour and edge colour."""
     found = {}
     for line in ax.lines:
         if line.get_marker() in ("o", "^", "v", "D", "s") and len(line.get_xdata()):
@@ -584,8 +587,8 @@ def legend_of(figure):
 
 
 @pytest.mark.slow
-def test_figure_6_has_one_panel_per_aggregation():
-    """The paper draws q_max 6 and 8 into one panel, and of graphs both aggregations."""
+def test_figure_6_has_panel_per_aggregation():
+    """Draw q_max 6 and 8 into one panel per aggregation."""
     both = [
         *designs.quality_cost("paper", "ogbn-arxiv", seeds=[0]),
         *designs.q_agg("paper", "ogbn-arxiv", seeds=[0]),
@@ -620,7 +623,7 @@ def test_figure_6_has_one_panel_per_aggregation():
     )
 
 
-def test_figure_3_marks_profile_shape_and_q_max():
+def test_figure_3_marks_profile_and_q_max():
     specs = designs.quality_cost("demo", static_bits=[], seeds=[0], q_max=[6, 8])
     figure = quality_cost.figure_3(table(row_of(s, 0.5) for s in specs))
     points = points_of(figure.axes[0])
@@ -647,7 +650,7 @@ def test_figure_3_marks_profile_shape_and_q_max():
     assert "q_max 6: no outline" in shown
 
 
-def test_costs_of_several_q_max_share_a_scale():
+def test_relative_cost_shares_scale_across_q_max():
     specs = designs.quality_cost(
         "demo", schedules=["CR"], static_bits=[6], seeds=[0, 1], q_max=[6, 8]
     )
@@ -682,7 +685,7 @@ def top_axis(figure):
     return axis
 
 
-def test_figure_3_has_cost_in_gbitops_on_top():
+def test_figure_3_shows_gbitops_on_top():
     figure = quality_cost.figure_3(
         made_up(lambda arm, seed, cost: cost).assign(
             bitops=lambda r: 3e9 * r.relative_cost
@@ -697,7 +700,7 @@ def test_figure_3_has_cost_in_gbitops_on_top():
     assert quality_cost.figure_3(uncounted).axes[0].child_axes == []
 
 
-def test_cost_at_paper_scale_has_the_papers_unit():
+def test_figure_3_uses_paper_cost_unit():
     specs = designs.quality_cost(
         "paper", "ptb", schedules=["CR", "RR"], static_bits=[8], q_max=[8], seeds=[0]
     )
@@ -714,7 +717,7 @@ def test_cost_at_paper_scale_has_the_papers_unit():
 
 
 def bars_of(figure):
-    """Printed differences by their labels: (x, low, high)."""
+    """Return printed differences by label: (x, low, high)."""
     found = {}
     for line in figure.axes[0].lines:
         if str(line.get_label()).startswith("paper"):
@@ -723,7 +726,8 @@ def bars_of(figure):
     return found
 
 
-def test_printed_difference_stands_at_our_static_level():
+def test_figure_3_places_printed_difference():
+    """Draw the difference printed in the paper at the level of our static arm."""
     runs = made_up(lambda arm, seed, cost: 0.8 if arm == "static 8" else 0.6)
     cost = (
         runs[runs["savings"] == "large"].drop_duplicates("arm")["relative_cost"].mean()
@@ -735,7 +739,7 @@ def test_printed_difference_stands_at_our_static_level():
     assert bars_of(quality_cost.figure_3(runs[runs["arm"] != "static 8"])) == {}
 
 
-def test_printed_numbers_are_of_the_same_task():
+def test_printed_numbers_match_task():
     graph = table(
         row_of(s, 0.7)
         for s in designs.quality_cost("paper", "ogbn-arxiv", seeds=[0], q_max=[8])
@@ -762,7 +766,7 @@ def bars_of_spread(figure):
     )
 
 
-def test_one_seed_has_no_error_bar():
+def test_figure_3_error_bars_need_two_seeds():
     one, two = (
         made_up(lambda arm, seed, cost: cost + 0.1 * seed, seeds=range(n), statics=(8,))
         for n in (1, 2)
@@ -779,7 +783,7 @@ def test_one_seed_has_no_error_bar():
     assert bars_of_spread(quality_cost.figure_3(two)) == schedules + 1
 
 
-def test_front_of_two_seeds_is_not_drawn():
+def test_pareto_front_needs_three_seeds():
     for seeds, drawn in ((2, False), (3, True)):
         runs = made_up(lambda arm, seed, cost: cost, seeds=range(seeds))
         assert (
@@ -787,7 +791,7 @@ def test_front_of_two_seeds_is_not_drawn():
         ) == drawn
 
 
-def test_sections_put_q_max_into_one_figure():
+def test_sections_combine_q_max_in_figure():
     specs = designs.quality_cost(
         "demo", schedules=["CR", "RR"], static_bits=[6], seeds=[0], q_max=[6, 8]
     )
@@ -807,7 +811,7 @@ def noise(arm, seed):
     return 0.002 * ((7 * seed + 3 * len(arm) + ord(arm[-1])) % 5)
 
 
-def test_finding_says_how_quality_depends_on_cost():
+def test_finding_relates_quality_to_cost():
     rises = found_of(lambda arm, seed, cost: 0.5 + 0.1 * cost + noise(arm, seed) / 10)
     assert (
         rises
@@ -829,8 +833,8 @@ def test_finding_says_how_quality_depends_on_cost():
     assert alike.startswith("No clear relation between cost and quality; 0 of 10")
 
 
-def test_finding_counts_schedules_at_corrected_intervals():
-    """A difference that the interval of a single comparison shows is none of ten."""
+def test_finding_uses_corrected_intervals():
+    """Count a schedule only if its interval, corrected for all comparisons, excludes zero."""
     gains = (0.01, 0.02, 0.03, 0.04)  # t of 3.9 at 3 degrees of freedom: p .03
     text = found_of(lambda arm, seed, cost: 0.5 + gains[seed] * (arm == "CR"))
     assert text.endswith("0 of 10 schedules exceed static 8, 0 fall below")
@@ -843,7 +847,7 @@ def test_finding_counts_schedules_at_corrected_intervals():
     )
 
 
-def test_finding_of_perplexities_counts_lower_as_better():
+def test_finding_counts_lower_perplexity_as_better():
     runs = table(
         as_perplexity(
             rows_of(lambda arm, seed, cost: 100 - 10 * cost + noise(arm, seed))
@@ -854,7 +858,7 @@ def test_finding_of_perplexities_counts_lower_as_better():
     )
 
 
-def test_finding_of_few_seeds_compares_nothing():
+def test_finding_needs_three_seeds():
     for seeds, text in (
         ((0,), "1 seed: no comparison"),
         ((0, 1), "2 seeds: no comparison"),
@@ -878,7 +882,7 @@ def test_finding_of_few_seeds_compares_nothing():
     )
 
 
-def test_finding_names_q_max_and_aggregations():
+def test_finding_names_q_max_and_aggregation():
     specs = designs.quality_cost("demo", static_bits=[6], seeds=range(3), q_max=[6, 8])
     top = {6: "static 6", 8: "static 8"}
     specs += designs.quality_cost("demo", schedules=[], static_bits=[8], seeds=range(3))
@@ -913,7 +917,7 @@ def test_finding_names_q_max_and_aggregations():
     ]
 
 
-def test_finding_of_figure_5_needs_a_clear_difference():
+def test_figure_5_finding_needs_significant_difference():
     runs = both_aggregations(-0.01)
     assert (
         aggregation.finding(runs) == "Q-Agg loses 1.0 points against FP-Agg at 8 bits"
@@ -934,7 +938,7 @@ def test_finding_of_figure_5_needs_a_clear_difference():
 # --- captions -------------------------------------------------------------------------------------
 
 
-def test_caption_says_epochs_of_declared_recipes():
+def test_caption_states_epochs_of_recipe():
     specs = designs.quality_cost(
         "demo", static_bits=[8], schedules=["CR"], seeds=[0, 1]
     )
@@ -976,7 +980,7 @@ def test_caption_says_epochs_of_declared_recipes():
     )
 
 
-def test_caption_gives_level_by_aggregation():
+def test_caption_states_level_per_aggregation():
     text = captions.caption(both_aggregations())
     assert (
         "static 8 reaches 82.0 % with FP-Agg; static 8 reaches 83.0 % with Q-Agg"

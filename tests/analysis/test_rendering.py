@@ -1,4 +1,4 @@
-"""Tables and pages: one table, three ways to show it."""
+"""Rendering of one table as terminal text, Markdown and HTML."""
 
 import re
 
@@ -18,14 +18,14 @@ def page(*sections):
     return render("page.html.j2", title="T", notes=[], sections=sections)
 
 
-def test_a_table_on_a_terminal_and_in_markdown():
+def test_table_renders_as_text_and_markdown():
     assert terminal(FRAME) == "arm        n\nCR         3\nstatic 8  12"
     assert (
         markdown(FRAME) == "| arm | n |\n| --- | --- |\n| CR | 3 |\n| static 8 | 12 |"
     )
 
 
-def test_a_table_on_a_page():
+def test_page_renders_table_with_glossary():
     shown = page(Section("numbers", table=FRAME, style="left"))
     assert '<th><a class="word" href="#word-1">arm</a></th><th>n</th>' in shown
     assert (
@@ -36,7 +36,7 @@ def test_a_table_on_a_page():
     assert '<table class="left">' in shown
 
 
-def test_what_goes_into_a_page_is_escaped():
+def test_page_escapes_html():
     good = {"page": "x.html?<d>", "name": "<e>", "failed": None, "error": ""}
     bad = {"page": None, "name": "<e>", "failed": "y.html?<d>", "error": "<f>"}
     frame = pd.DataFrame(
@@ -67,7 +67,8 @@ def test_what_goes_into_a_page_is_escaped():
     ]
 
 
-def test_a_word_of_the_glossary_leads_to_what_it_says_where_it_stands_first():
+def test_page_links_first_glossary_word():
+    """Link each glossary word where it first occurs."""
     shown = page(
         Section(
             "arms", ("Of arms, arm by arm, and `margin`, CR and RR.", "Their scale.")
@@ -86,7 +87,7 @@ def test_a_word_of_the_glossary_leads_to_what_it_says_where_it_stands_first():
     assert "arm by arm, and <code>margin</code>" in shown
 
 
-def test_contents_put_together_what_differs_in_its_settings():
+def test_contents_group_experiments_by_settings():
     one, two = "mlp6 on digits, 8 x 8", "GCN on own graph (a, b)"
     titles = [
         "Claims",
@@ -129,19 +130,19 @@ def test_contents_put_together_what_differs_in_its_settings():
     assert found.count("<li>") == found.count("</li>") == 6
 
 
-def test_a_list_in_a_table_is_folded_up():
+def test_page_folds_lists_in_tables():
     frame = pd.DataFrame({"claim": ["x", "y"], "evidence": [["one", "two"], []]})
     shown = page(Section("claims", table=frame))
     assert "<summary>2 effects</summary><ul><li>one</li><li>two</li></ul>" in shown
     assert shown.count("<details>") == 1
 
 
-def test_a_page_without_all_of_its_values_is_refused():
+def test_render_rejects_missing_values():
     with pytest.raises(UndefinedError, match="'sections' is undefined"):
         render("page.html.j2", title="T", notes=[])
 
 
-def test_numbers_in_words():
+def test_metric_text_formats_numbers():
     assert METRICS["accuracy"].text([0.123, float("nan")]) == ["12.3", "–"]
     lines = pd.DataFrame(
         {

@@ -1,4 +1,4 @@
-"""The report as a reader meets it: order, headings, words, numbers that agree, arms of one's own, hostile names."""
+"""The HTML report: order, headings, glossary, consistent numbers, user schedules and hostile names."""
 
 import base64
 import html
@@ -35,13 +35,13 @@ pytestmark = [
 
 
 def plain(page):
-    """A page as text: no pictures, no tags."""
+    """Return a page as text without images and tags."""
     page = re.sub(r"src='data:[^']*'|<style>.*?</style>", "", page, flags=re.S)
     return html.unescape(re.sub(r"<[^>]*>", " ", page))
 
 
 def written(rows, folder):
-    """The page about rows, as HTML."""
+    """Write a report of the rows, and return its HTML."""
     store = folder / "made_up.jsonl"
     for row in rows:
         stores.append_row(store, {"schema": stores.SCHEMA_VERSION, **row})
@@ -89,7 +89,7 @@ def page(stored, tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Pages without what does not depend on rows, and of no study; one of all rows is whole."""
+    """Skip the parts of a report that do not depend on rows, and all studies."""
     monkeypatch.setattr(report, "studies", lambda part: ())
     monkeypatch.setattr(report, "figure_2", Figure)
     monkeypatch.setattr(report, "differences", tuple)
@@ -101,7 +101,8 @@ def quick(monkeypatch):
 # --- what stands where ----------------------------------------------------------------------------
 
 
-def test_verdicts_and_figures_come_first_and_what_was_not_run_last(page):
+def test_report_orders_results_before_missing_runs(page):
+    """Put verdicts and figures first, and claims without runs last."""
     headings = [html.unescape(h) for h in re.findall(r"<h2[^>]*>([^<]*)</h2>", page)]
     assert headings[0].startswith(
         "GCN (FP-Agg) on Facebook's page-page graph, 64 steps, 4 cycles"
@@ -127,7 +128,7 @@ def test_verdicts_and_figures_come_first_and_what_was_not_run_last(page):
     )
 
 
-def test_the_report_is_one_page_that_needs_nothing_else(page):
+def test_report_is_self_contained_html(page):
     assert re.findall(r"(?:src|href)=['\"](?!data:|#)[^'\"]*", page) == []
     assert not re.search(r"https?://|<script|@import|url\(", page)
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
@@ -158,7 +159,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
         assert words in page
 
 
-def test_a_report_of_nothing_says_so(quick, tmp_path):
+def test_report_handles_empty_stores(quick, tmp_path):
     assert (
         "is stored yet; <code>cpt plan</code> lists the grids"
         in report.write_report([], tmp_path / "empty.html").read_text()
@@ -167,8 +168,8 @@ def test_a_report_of_nothing_says_so(quick, tmp_path):
     assert ("1 run at smoke " in page, "<th>runs that count" in page) == (True, False)
 
 
-def test_a_report_of_runs_that_failed(quick, tmp_path):
-    """All of one network, and all but one of another."""
+def test_report_counts_failed_runs(quick, tmp_path):
+    """Count failed runs if all runs of a network failed, or all but one."""
     arms, failed = (
         {"schedules": ["RR", "CR"], "static_bits": [8], "seeds": [0]},
         {"status": "failed", "error": "x"},
@@ -193,7 +194,7 @@ def test_a_report_of_runs_that_failed(quick, tmp_path):
     assert page.count("<td>1</td>") >= 6  # runs, finished or failed
 
 
-def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_they_mean(
+def test_report_counts_intact_rows_and_links_glossary(
     page,
 ):
     count, text = (
@@ -219,7 +220,7 @@ def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_the
     assert not re.search(r"[$\\`*{]", " ".join(re.findall("<dd>(.*?)</dd>", page)))
 
 
-def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
+def test_report_gives_experiments_unique_names():
     specs = [
         s
         for lr in (0.1, 0.2)
@@ -253,7 +254,8 @@ def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
     assert len(found) == len(set(predictors.summary(found).experiment)) == 2
 
 
-def test_one_is_singular_and_one_seed_has_no_deviation(page, quick, tmp_path):
+def test_report_uses_singular_for_one(page, quick, tmp_path):
+    """Write "1 run", and omit the deviation of a single seed."""
     specs = designs.quality_cost(
         "paper", "cifar10", q_max=[8], schedules=["CR"], seeds=[0]
     )
@@ -270,7 +272,7 @@ def test_one_is_singular_and_one_seed_has_no_deviation(page, quick, tmp_path):
     assert "7.00 (n = 1)" in plain(one)
 
 
-def test_columns_that_say_nothing_are_left_out(page):
+def test_report_drops_uninformative_columns(page):
     assert not re.search("(?<!ours, )(?<!one cost; )not in the paper", page)
     results = re.split(
         r"<h2[^>]*>mlp6 on scikit-learn digits, 8 x 8, 600 steps", page, maxsplit=1
@@ -303,7 +305,7 @@ def claims_here(measured, level="static 8 reaches 50 %"):
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch):
-    """Write the page of a demo run with these rows, and return it as HTML; the claims are made up."""
+    """Write the page of a demo run with these rows and synthetic claims, and return its HTML."""
     monkeypatch.setattr(report, "runs_dir", lambda: tmp_path / "runs")
     monkeypatch.setattr(report, "_versions", str)
 
@@ -334,7 +336,7 @@ def quality_rows(*seeds):
     )
 
 
-def test_reproduce_page_sets_claims_beside_committed_rows(reproduced):
+def test_reproduce_page_compares_claims_with_rows(reproduced):
     text = " ".join(plain(reproduced(quality_rows(0, 1, 2))).split())
     assert text.startswith("Cyclic precision training: notebooks run at demo scale")
     assert "the paper says this run committed rows data and scale level verdict" in text
@@ -358,7 +360,7 @@ def test_reproduce_page_shows_figures_after_claims(reproduced):
     assert "<th>n</th>" in figure
 
 
-def test_reproduce_page_decides_nothing_of_one_seed(reproduced):
+def test_reproduce_page_omits_verdict_for_one_seed(reproduced):
     page = reproduced(quality_rows(0))
     text = " ".join(plain(page).split())
     assert "n = 1; static 8 reaches 50 %; too few seeds to decide" in text
@@ -367,7 +369,7 @@ def test_reproduce_page_decides_nothing_of_one_seed(reproduced):
     assert "<td>yes</td>" not in page
 
 
-def test_reproduce_page_calls_smoke_runs_no_result(reproduced):
+def test_reproduce_page_marks_smoke_runs(reproduced):
     page = reproduced(quality_rows(0, 1, 2), scale="smoke")
     assert "nothing on this page is a result of it" in page.split("<h2")[0]
     assert "notebooks run at smoke scale</h1>" in page
@@ -375,7 +377,8 @@ def test_reproduce_page_calls_smoke_runs_no_result(reproduced):
     assert "data:image" not in page
 
 
-def test_reproduce_page_names_own_data_only_where_given(reproduced):
+def test_reproduce_page_introduces_user_data(reproduced):
+    """Introduce the results on user data only if there are some."""
     part = [Section("3 bits are enough")]
     said = "What was found for your data comes first"
     assert said not in reproduced([], committed=part)
@@ -402,7 +405,7 @@ def test_reproduce_page_names_own_data_only_where_given(reproduced):
         ),
     ],
 )
-def test_compare_claims_says_what_ran(measured, shown):
+def test_compare_claims_reports_run_status(measured, shown):
     lines = report.compare_claims(claims_here(measured, "–"), COMMITTED)
     assert lines["this run"].tolist() == [shown]
     assert lines["committed rows"].tolist() == COMMITTED["measured"].tolist()
@@ -412,7 +415,7 @@ def test_compare_claims_says_what_ran(measured, shown):
 # --- one number, one interval ---------------------------------------------------------------------
 
 
-def test_report_and_ledger_show_one_interval_for_a_correlation(page, stored):
+def test_report_and_ledger_share_correlation_intervals(page, stored):
     correlations = [
         claim for claim in claims.claims() if claim.measure == "correlation"
     ]
@@ -433,7 +436,7 @@ def test_report_and_ledger_show_one_interval_for_a_correlation(page, stored):
 
 
 def with_an_own_arm(specs):
-    """Specs, and for every seed one that is called "mine"."""
+    """Return the specs, and for every seed a user schedule called "mine"."""
     own = {}
     for spec in specs:
         curve = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=spec.recipe.steps)
@@ -441,7 +444,8 @@ def with_an_own_arm(specs):
     return [*specs, *own.values()]
 
 
-def test_an_own_arm_has_a_colour_and_a_name():
+def test_figure_3_names_user_schedule():
+    """Give a user's schedule a colour, a name and a legend entry."""
     specs = with_an_own_arm(
         designs.quality_cost("demo", static_bits=[2, 8], seeds=[0, 1])
     )
@@ -473,7 +477,7 @@ def test_an_own_arm_has_a_colour_and_a_name():
         (lambda: designs.deficit_scan("demo", seeds=[0, 1]), figures.figure_8),
     ],
 )
-def test_every_figure_is_drawn_with_an_own_arm(specs, draw):
+def test_figures_accept_user_schedule(specs, draw):
     rows = rows_of(with_an_own_arm(specs()), title="made up")
     for row in rows:
         row["evaluations"] = [
@@ -495,7 +499,7 @@ def test_every_figure_is_drawn_with_an_own_arm(specs, draw):
 HOSTILE = "<script>alert('x')</script>&\""
 
 
-def test_what_rows_say_is_text_on_the_page(quick, tmp_path):
+def test_report_escapes_row_texts(quick, tmp_path):
     specs = [
         replace(s, arm=HOSTILE) if s.arm == "CR" else s
         for s in designs.quality_cost("demo", seeds=[0, 1, 2])

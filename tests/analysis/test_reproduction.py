@@ -1,4 +1,4 @@
-"""The paper's settings, claims and printed numbers beside those of runs, on rows made up or committed."""
+"""Settings, claims and printed numbers of the paper beside those of synthetic or committed runs."""
 
 import pandas as pd
 import pytest
@@ -19,7 +19,7 @@ def settings(topic, specs, drawn=()):
     return reproduction.settings_table(topic, specs, drawn).set_index("setting")
 
 
-def test_settings_table_marks_every_difference():
+def test_settings_table_marks_differences():
     specs = designs.quality_cost("paper", "cifar10", "resnet74", q_max=[6, 8])
     assert not settings("images", specs)["this run"].str.contains("≠").any()
     changed = designs.quality_cost(
@@ -39,7 +39,7 @@ def test_settings_table_marks_every_difference():
     }
 
 
-def test_settings_table_shows_the_paper_s_values():
+def test_settings_table_shows_paper_values():
     found = settings("images", grid_specs("cifar10-jpeg/figure_3"))
     assert found.loc["optimizer steps", "paper: CIFAR-10"] == "64,000"
     assert found.loc["optimizer steps", "paper: ImageNet"] == "450,450"
@@ -60,7 +60,7 @@ def test_settings_table_shows_the_paper_s_values():
         ("detection", "digit-scenes", ["paper: Pascal VOC 2012"]),
     ],
 )
-def test_settings_table_takes_the_paper_of_the_task(topic, dataset, columns):
+def test_settings_table_selects_task_columns(topic, dataset, columns):
     specs = designs.quality_cost("smoke", dataset)
     found = reproduction.settings_table(topic, specs, specs)
     assert list(found) == ["setting", *columns, "figure below", "this run"]
@@ -78,12 +78,12 @@ def test_settings_table_takes_the_paper_of_the_task(topic, dataset, columns):
         ),
     ],
 )
-def test_settings_table_refuses_wrong_arguments(topic, specs, message):
+def test_settings_table_rejects_wrong_arguments(topic, specs, message):
     with pytest.raises(ValueError, match=message):
         reproduction.settings_table(topic, specs)
 
 
-def test_every_claim_belongs_to_one_section():
+def test_claims_belong_to_one_section():
     sections = [reproduction.section_of_claim(claim) for claim in claims.claims()]
     assert set(sections) == set(reproduction.SECTIONS)
     shown = sum(
@@ -92,13 +92,13 @@ def test_every_claim_belongs_to_one_section():
     assert shown == len(sections)
 
 
-def test_claims_table_says_what_is_not_run():
+def test_claims_table_names_missing_runs():
     nothing = reproduction.claims_table("images", table([]))
     assert set(nothing["verdict"]) == {"not run"}
     assert nothing["data and scale"].str.startswith("needs ").all()
 
 
-def test_claims_table_shows_the_experiment_nearest_to_the_paper():
+def test_claims_table_prefers_experiment_nearest_paper():
     small = [
         row_of(s, 0.9 if s.arm == "static 8" else 0.8)
         for s in designs.quality_cost("demo", "digits")
@@ -118,7 +118,7 @@ def test_claims_table_shows_the_experiment_nearest_to_the_paper():
     assert "n = 4" in line["measured"]
 
 
-def test_printed_table_has_every_number_of_the_paper():
+def test_printed_table_lists_every_paper_number():
     whole = reproduction.printed_table()
     assert len(whole) == 25
     parts = [
@@ -137,7 +137,7 @@ def test_printed_table_has_every_number_of_the_paper():
     )
 
 
-def test_experiments_put_the_best_scale_first():
+def test_experiments_put_largest_scale_first():
     demo = [row_of(s, 0.8) for s in designs.quality_cost("demo", "digits")]
     background = [row_of(s, 0.7) for s in grid_specs("cifar10-jpeg/figure_3")]
     few = [
@@ -158,7 +158,7 @@ def test_experiments_put_the_best_scale_first():
     assert set(SUITE) <= set(figure_data.best_rows("figure_3", runs)["arm"])
 
 
-def test_experiments_keep_both_q_max_together():
+def test_experiments_combine_both_q_max():
     specs = designs.quality_cost("demo", "digits", q_max=[6, 8])
     (found,) = figure_data.experiments(
         "figure_3", table([row_of(s, 0.8) for s in specs])
@@ -166,7 +166,7 @@ def test_experiments_keep_both_q_max_together():
     assert set(found["q_max"]) == {6, 8}
 
 
-def test_specs_of_reads_the_committed_stores():
+def test_specs_of_reads_committed_stores():
     rows = figure_data.best_rows("figure_4")
     assert {spec.key for spec in figure_data.specs_of(rows)} == set(rows["key"])
     assert (
@@ -177,7 +177,7 @@ def test_specs_of_reads_the_committed_stores():
     )
 
 
-def test_claims_table_prefers_enough_seeds_to_scale():
+def test_claims_table_prefers_seeds_to_scale():
     small = [
         row_of(s, 0.9 if s.arm == "static 8" else 0.8)
         for s in designs.quality_cost("demo", "digits")
@@ -195,7 +195,8 @@ def test_claims_table_prefers_enough_seeds_to_scale():
     assert "n = 5" in line["measured"]
 
 
-def test_settings_table_of_section_5_takes_the_authors_settings():
+def test_settings_table_uses_author_settings():
+    """Compare section 5 with the settings that its authors gave."""
     found = settings("critical-periods", grid_specs("cifar10-jpeg/table_1"))
     assert found.loc["weight decay", "paper: CIFAR-10"] == "0"
     assert found.loc["weight decay", "this run"] == "0"
@@ -206,7 +207,7 @@ def test_settings_table_of_section_5_takes_the_authors_settings():
     )
 
 
-def test_settings_table_compares_with_the_same_network():
+def test_settings_table_compares_same_network():
     sage = designs.quality_cost("paper", "ogbn-products", "sage", q_max=[6, 8])
     found = reproduction.settings_table("graphs", [], sage).set_index("setting")[
         "figure below"
@@ -214,7 +215,7 @@ def test_settings_table_compares_with_the_same_network():
     assert not found.str.contains("≠").any()
 
 
-def test_settings_table_counts_seeds_of_every_arm():
+def test_settings_table_counts_seeds_per_arm():
     specs = designs.quality_cost("demo", "digits", seeds=[0, 1])
     specs += designs.quality_cost(
         "demo", "digits", schedules=[], static_bits=[8], seeds=[2]

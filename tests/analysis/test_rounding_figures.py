@@ -1,4 +1,4 @@
-"""Figures of what rounding did."""
+"""Figures of rounding errors over training and of rounded values."""
 
 import pandas as pd
 import pytest
@@ -28,7 +28,7 @@ def lines_of(figure, place=0):
     return {line.get_label(): line for line in figure.axes[place].get_lines()}
 
 
-def test_errors_of_roles_are_drawn_over_the_steps(recording):
+def test_error_figure_draws_roles_over_steps(recording):
     figure = figures.error_over_training(recording)
     table = recording.table()
     assert set(lines_of(figure)) == {"input", "weight", "bias", "grad"}
@@ -43,7 +43,7 @@ def test_errors_of_roles_are_drawn_over_the_steps(recording):
 
 
 @pytest.mark.parametrize("statistic", STATISTIC_LABELS)
-def test_every_statistic_has_a_figure(recording, statistic):
+def test_error_figure_draws_every_statistic(recording, statistic):
     figure = figures.error_over_training(recording, statistic)
     figure.canvas.draw()
     rule = [line for line in figure.axes[0].get_lines() if line.get_linestyle() == "--"]
@@ -53,7 +53,7 @@ def test_every_statistic_has_a_figure(recording, statistic):
         assert "weight" not in lines_of(figure)
 
 
-def test_what_cannot_be_drawn_is_refused(recording):
+def test_error_figure_rejects_missing_statistic(recording):
     with pytest.raises(
         ValueError, match="unknown statistic 'loss'; choose from relative_error, snr_db"
     ):
@@ -62,7 +62,7 @@ def test_what_cannot_be_drawn_is_refused(recording):
         figures.error_over_training(pd.DataFrame(columns=list(COLUMNS)), "snr_db")
 
 
-def test_histograms_before_and_after():
+def test_histograms_compare_rounded_values():
     x = torch.randn(500, generator=torch.Generator().manual_seed(0))
     figure = figures.histograms({"weights": x, "gradients": x**3}, bits=(2, "e4m3"))
     assert len(figure.axes) == 4

@@ -1,4 +1,4 @@
-"""CSV files: spreadsheets compute nothing of them, and a program reads what was written."""
+"""CSV files that spreadsheets do not evaluate and that programs read back exactly."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("start", FORMULA_STARTS)
-def test_write_csv_writes_no_formula(start, tmp_path):
+def test_write_csv_escapes_formulas(start, tmp_path):
     text = f"{start}cmd|' /C calc'!A0"
     frame = pd.DataFrame(
         {text: [text, "static 8"], "seed": [0, 1]},
@@ -44,11 +44,11 @@ def test_write_csv_writes_no_formula(start, tmp_path):
         "3-4",
     ],
 )
-def test_without_formula_leaves_numbers_and_texts(cell):
+def test_without_formula_keeps_numbers_and_texts(cell):
     assert without_formula(cell) is cell
 
 
-def test_write_csv_leaves_numbers_bit_for_bit(tmp_path):
+def test_write_csv_keeps_numbers_exact(tmp_path):
     frame = pd.DataFrame(
         {
             "loss": [-0.1, 1e-300, np.nan],
@@ -62,19 +62,19 @@ def test_write_csv_leaves_numbers_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("separator", [";", "\t", "; "])
-def test_write_csv_quotes_what_other_separators_would_split(separator, tmp_path):
+def test_write_csv_quotes_foreign_separators(separator, tmp_path):
     text = f"ada{separator}=1+1"
     write_csv(pd.DataFrame({"student": [text]}), tmp_path / "a.csv")
     assert (tmp_path / "a.csv").read_bytes().splitlines()[1] == f'"{text}"'.encode()
     assert pd.read_csv(tmp_path / "a.csv").student.tolist() == [text]
 
 
-def test_write_csv_writes_broken_letters_as_escapes(tmp_path):
+def test_write_csv_escapes_lone_surrogates(tmp_path):
     write_csv(pd.DataFrame({"student": ["a\udcff"]}, dtype=object), tmp_path / "a.csv")
     assert (tmp_path / "a.csv").read_text() == "student\na\\udcff\n"
 
 
-def test_write_csv_leaves_the_claims_as_they_are(tmp_path):
+def test_write_csv_roundtrips_claims_table(tmp_path):
     claims = paper_dir() / "claims.csv"
     write_csv(
         pd.read_csv(claims, dtype=str, keep_default_na=False), tmp_path / "claims.csv"
@@ -82,8 +82,8 @@ def test_write_csv_leaves_the_claims_as_they_are(tmp_path):
     assert (tmp_path / "claims.csv").read_bytes() == claims.read_bytes()
 
 
-def test_write_csv_is_the_only_writer_of_csv_files():
-    """Packages and tools write tables with no other function."""
+def test_write_csv_is_only_csv_writer():
+    """Require all packages and tools to write tables with `write_csv`."""
     places = set()
     for package in (
         "cpt_core",

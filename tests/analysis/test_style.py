@@ -1,4 +1,4 @@
-"""How figures look: names that lie over nothing, words that can be read, whole bits, names of the user's own."""
+"""Style of figures: labels without overlap, readable text, integer bit ticks and literal user names."""
 
 import itertools
 import re
@@ -46,7 +46,7 @@ def facebook():
 
 @cache
 def crowd():
-    """Rows whose schedules have one cost and nearly one quality."""
+    """Return runs whose schedules have equal cost and nearly equal quality."""
     runs = digits()
     static = runs["savings"] == "static"
     runs = runs.assign(
@@ -56,7 +56,7 @@ def crowd():
 
 
 def uncontrolled(runs):
-    """The arms of table 1: deficits at the start, windows, and one training without a deficit."""
+    """Return runs of the arms of table 1: early deficits, windows and one clean training."""
     shortest = runs["total_steps"].min()
     controls = (runs["stop"] == 0) & (runs["total_steps"] > shortest)
     return runs[~controls & (runs["stop"] < runs["total_steps"])]
@@ -118,7 +118,7 @@ def drawn(name):
 
 
 def words_of(figure):
-    """The words that are shown, with where they stand; ticks outside of the limits are not."""
+    """Return the visible texts of a figure and their boxes, without ticks outside the limits."""
     shown = [
         t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()
     ]
@@ -134,7 +134,7 @@ def words_of(figure):
 
 
 def luminance(color):
-    """WCAG 2.2: relative luminance."""
+    """Return the relative luminance of a colour, as WCAG 2.2 defines it."""
     r, g, b = (
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         for c in to_rgb(color)
@@ -143,7 +143,7 @@ def luminance(color):
 
 
 def contrast(a, b):
-    """WCAG 2.2: from 1 to 21."""
+    """Return the contrast ratio of two colours, from 1 to 21, as WCAG 2.2 defines it."""
     low, high = sorted((luminance(a), luminance(b)))
     return (high + 0.05) / (low + 0.05)
 
@@ -164,7 +164,7 @@ def contrast(a, b):
         "three products",
     ],
 )
-def test_no_words_lie_over_others(name):
+def test_figure_texts_do_not_overlap(name):
     figure = drawn(name)
     words = words_of(figure)
     over = [
@@ -181,7 +181,7 @@ def test_no_words_lie_over_others(name):
     ] == []
 
 
-def test_every_arm_is_named_once_in_every_panel():
+def test_figure_labels_every_arm_once():
     for name, runs in (
         ("figure 3", digits()),
         ("figure 6", facebook()),
@@ -195,7 +195,7 @@ def test_every_arm_is_named_once_in_every_panel():
             )
 
 
-def test_names_without_room_are_listed():
+def test_point_labels_without_space_are_listed():
     found = []
     for _ in range(2):
         with style.subplots(figsize=(3, 2)) as (_, ((ax,),)):
@@ -210,7 +210,7 @@ def test_names_without_room_are_listed():
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_can_be_read_and_described(name):
+def test_figure_meets_contrast_and_size_limits(name):
     figure = drawn(name)
     for text, _ in words_of(figure):
         ground = (
@@ -233,8 +233,8 @@ def test_a_figure_can_be_read_and_described(name):
     assert "\n" not in said
 
 
-def test_no_size_of_letters_is_below_the_least():
-    """In figures that are not drawn here too."""
+def test_font_sizes_stay_above_minimum():
+    """Check the font sizes in all source files, including figures not drawn here."""
     texts = "".join(
         path.read_text(encoding="utf-8") for path in ROOT.glob("cpt_*/**/*.py")
     )
@@ -245,7 +245,7 @@ def test_no_size_of_letters_is_below_the_least():
     assert min(sizes) >= style.SMALL_FONT_SIZE
 
 
-def test_words_have_the_hues_of_points():
+def test_text_colors_match_marker_hues():
     assert style.TEXT.keys() == style.COLORS.keys()
     assert (
         style.PROFILE_TEXT.keys()
@@ -264,7 +264,7 @@ def luminances(colors):
 
 
 def test_profile_colors_differ_from_static():
-    """In lightness too, which every eye sees."""
+    """Require differences of lightness too, which colour-blind readers see."""
     assert len({*style.PROFILE_COLORS.values(), style.COLORS["static"]}) == 6
     assert min(luminances(style.PROFILE_COLORS.values())) > 5 * luminance(
         style.COLORS["static"]
@@ -304,7 +304,7 @@ def test_caption_lies_below_legend():
     assert "\n" in caption.get_text()
 
 
-def test_the_report_can_be_read_in_light_and_in_dark():
+def test_report_themes_have_readable_contrast():
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
     light, dark = (dict(re.findall(r"--(\w+): (#\w+)", part)) for part in THEMES)
@@ -318,7 +318,7 @@ def test_the_report_can_be_read_in_light_and_in_dark():
 
 
 @pytest.mark.parametrize("name", [r"$\frac$", "a$b", r"\$\frac$", "{$}_^%&#~$"])
-def test_names_of_the_users_are_no_formulas(name):
+def test_figure_disables_math_in_user_names(name):
     drawn = quality_cost.figure_3(digits().assign(title=f"own images ({name})"))
     tested = precision_range(f"own ({name})")
     for figure in (drawn, tested.figure()):

@@ -1,4 +1,4 @@
-"""Plan and ledger by every cost: elements by hand, totals by hand, plan equals ledger, ladders."""
+"""Plan and ledger for every cost: hand-computed elements and totals, equality, and ladders."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from cpt_extras.search.custom_schedules import TableSchedule
 
 
 def ring():
-    """Four nodes, each with an edge from its neighbour and from itself."""
+    """Return a graph of four nodes with an edge from the neighbour and a self-loop each."""
     return cpt.Graph(torch.arange(0, 9, 2), torch.tensor([0, 3, 0, 1, 1, 2, 2, 3]))
 
 
@@ -110,7 +110,8 @@ HAND = {  # a model, its inputs, and of every call operations, and elements of b
 
 
 @pytest.mark.parametrize("case", HAND)
-def test_operations_and_elements_by_hand(case):
+def test_count_step_matches_macs_and_elements(case):
+    """Count multiply-accumulates and elements as worked out by hand."""
     make, inputs, expected = HAND[case]
     calls = count_step(make(), inputs())
     assert [(c.macs, *c.elements) for c in calls if c.macs] == expected
@@ -125,11 +126,11 @@ def model_and_input(ladder=None):
 
 
 def only(**ladders):
-    """Ladders of some roles; the others are on the paper's."""
+    """Return ladders by role, with None for the default of the remaining roles."""
     return dict.fromkeys(Operands._fields) | ladders
 
 
-def test_totals_by_hand():
+def test_count_bitops_matches_hand_totals():
     model, x = model_and_input()
     plan = cpt.count_bitops(
         model, (x,), TableSchedule(((4, 3), (8, 1))), convention="per_op"
@@ -158,7 +159,7 @@ def test_totals_by_hand():
     assert table.loc["0"].tolist() == list(layer_prices(plan.tally)["0"].values())
 
 
-def test_layers_are_priced_on_their_ladders():
+def test_count_bitops_prices_layers_by_ladder():
     schedule, ladder = TableSchedule(((1, 3), (4, 1))), LADDERS["mx"]
     plans = {}
     for name, given in {
@@ -187,7 +188,8 @@ def test_layers_are_priced_on_their_ladders():
     }
 
 
-def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
+def test_paper_convention_uses_widest_formats():
+    """Price unquantised layers at the widest formats of every step."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     ladders = only(
         weight=FormatLadder({1: "e2m1", 2: "affine2", 4: "bf16", 8: "affine8"})
@@ -203,7 +205,7 @@ def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
     assert plan.bitops["1"] == {name: 100 * bits for name, bits in expected.items()}
 
 
-def test_plan_equals_ledger_with_roles_apart_on_a_ladder():
+def test_plan_equals_ledger_with_role_ladders():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     cpt.quantize_(
         model,
@@ -231,7 +233,7 @@ def test_plan_equals_ledger_with_roles_apart_on_a_ladder():
         assert ledger.costs(convention) == pytest.approx(plan.costs)
 
 
-def test_a_ladder_with_a_hole_in_a_schedule_is_refused():
+def test_count_bitops_rejects_ladder_holes():
     model, x = model_and_input(only(error=LADDERS["minifloat"]))
     with pytest.raises(
         ValueError, match="the ladder has a hole at level 3: its levels are 4, 5"
@@ -240,7 +242,8 @@ def test_a_ladder_with_a_hole_in_a_schedule_is_refused():
     assert cpt.count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=4).total > 0
 
 
-def test_levels_that_are_float32_count_their_bits_as_they_did():
+def test_count_bitops_counts_float32_levels_by_bits():
+    """Price levels of 24 to 32 bits by their bits in the paper's convention."""
     model, x = model_and_input()
     plan = cpt.count_bitops(
         model,

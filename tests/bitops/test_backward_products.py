@@ -1,4 +1,4 @@
-"""What ``check`` shows and "per_op" prices of a backward pass are the gradients that are computed, no more."""
+"""Gradient matmuls that ``check`` lists and the "per_op" convention prices, against those that run."""
 
 import importlib
 
@@ -25,7 +25,7 @@ def backward_macs(found, layer):
 
 
 def priced(model, inputs, layer):
-    """MACs of the error and the weight-gradient products: of 32 bits each is a BitOp."""
+    """Return the MACs of both gradient matmuls, from bit operations at 32 bits."""
     bitops = count_bitops(model, inputs, convention="per_op").bitops[layer]
     return (bitops.get("error", 0) + bitops.get("weight", 0)) / 32**2
 
@@ -34,7 +34,7 @@ def priced(model, inputs, layer):
 
 
 def as_matrices(conv, x):
-    """The convolution as a product of matrices per group, whose gradients torch computes, and counts, as such."""
+    """Compute the convolution as matmuls per group, whose gradients torch computes and counts."""
     g, options = (
         conv.groups,
         {"dilation": conv.dilation, "padding": conv.padding, "stride": conv.stride},
@@ -49,7 +49,7 @@ def as_matrices(conv, x):
 
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 @pytest.mark.parametrize("frozen", ["nothing", "input", "weight"])
-def test_gradients_of_convolutions(kind, frozen):
+def test_conv_gradient_macs_match_matmuls(kind, frozen):
     for groups, stride, dilation in ((1, 1, 2), (2, 2, 1), (4, 2, 2)):
         conv = kind(
             4, 8, (3, 2), stride, 1, dilation=dilation, groups=groups, bias=False
@@ -73,7 +73,7 @@ def test_gradients_of_convolutions(kind, frozen):
         )
 
 
-def test_a_bias_alone_has_no_product():
+def test_bias_gradient_has_no_matmul():
     model = quantize_(nn.Sequential(nn.Conv2d(3, 4, 1)))
     model[0].weight.requires_grad_(False)
     found = check(model, (torch.randn(2, 3, 5, 5),))
@@ -96,7 +96,7 @@ SELF_ATTENTION = {
 
 
 def adapted(layer):
-    """A frozen layer with something small that is trained beside it, as LoRA has it."""
+    """Return a frozen layer with a small trained branch, as in LoRA."""
     parts = {
         "base": layer.requires_grad_(False),
         "down": nn.Linear(8, 2),
@@ -154,8 +154,8 @@ class Attends(nn.Module):
         ),
     ],
 )
-def test_gradients_of_attention(module, runs, trained, which):
-    """Whichever of queries, keys and values are trained: plan and ledger have the products that run."""
+def test_attention_gradient_macs_match_trained_parts(module, runs, trained, which):
+    """Count the gradient matmuls that run, whichever of queries, keys and values are trained."""
     implementation = "sdpa" if runs == "fused" else "eager"
     for chosen in which.split():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Counts by hand and against references; what the ledger sees is what the plan says."""
+"""Bit operations by hand and against reference counts, and equality of ledger and plan."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ KINDS["hand_added"] = "gates"
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_forward_macs_equal_the_reference(name, reference_macs):
+def test_forward_macs_equal_reference(name, reference_macs):
     row = reference_macs.get(name)
     if row is None:
         pytest.skip(f"{name} is not in this reference")
@@ -74,7 +74,7 @@ def test_forward_macs_equal_the_reference(name, reference_macs):
         )
 
 
-def test_conventions_by_hand():
+def test_count_bitops_conventions_match_hand_counts():
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     quantize_(model, QuantConfig(float32=("2",)))
     schedule = make_schedule("LR", q_min=3, q_max=8, total_steps=10, n_cycles=1)
@@ -93,7 +93,7 @@ def test_conventions_by_hand():
     assert uncounted_functions(model, (x,)) == {"relu": 15}
 
 
-def test_gradient_bits_of_your_own():
+def test_count_bitops_accepts_gradient_bits():
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     schedule = make_schedule("STATIC", q_max=6, total_steps=2)
     plan = count_bitops(model, (torch.empty(1, 4),), schedule, q_grad=8)
@@ -151,7 +151,7 @@ def test_plan_equals_ledger(name):
         assert min(plan.costs.values()) > 0
 
 
-def test_every_backward_pass_counts_once():
+def test_ledger_counts_every_backward_pass():
     model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     with precision(model, bits=4, q_grad=8), BitOpsLedger(model) as ledger:
         y = model(torch.ones(2, 4))
@@ -168,7 +168,7 @@ def test_every_backward_pass_counts_once():
 
 
 def test_ledger_prices_float32_layers_at_active_bits():
-    """The paper prices every layer at the bits of the model, which change between two passes."""
+    """Price float32 layers at the bits of the model, which change between two passes."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     quantize_(model, QuantConfig(float32=("1",)))
     with BitOpsLedger(model) as ledger, torch.no_grad():
@@ -178,7 +178,7 @@ def test_ledger_prices_float32_layers_at_active_bits():
             assert ledger.bitops("paper")["1"]["forward"] == 16 * so_far
 
 
-def test_ledger_sees_what_does_not_run():
+def test_ledger_omits_missing_backward_pass():
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     x = torch.randn(2, 4)
     with precision(model, bits=4, q_grad=8), BitOpsLedger(model) as ledger:
@@ -200,13 +200,13 @@ def test_ledger_sees_what_does_not_run():
     assert ledger.total() == model_is_unwatched
 
 
-def test_a_model_without_products_is_refused():
+def test_count_bitops_rejects_models_without_matmul():
     with pytest.raises(ValueError, match="nothing to count in Sequential"):
         count_bitops(nn.Sequential(nn.ReLU()), (torch.empty(1, 4),))
 
 
 @pytest.mark.parametrize(("affine", "training", "fixed"), [(True, 5, 2), (False, 4, 1)])
-def test_fixed_statistics_and_no_affine_cost_less(affine, training, fixed):
+def test_batch_norm_macs_follow_mode_and_affine(affine, training, fixed):
     norm = nn.Sequential(
         nn.BatchNorm2d(2, affine=affine), nn.Conv2d(2, 1, 1)
     )  # something must be trained
@@ -227,7 +227,8 @@ TINY = BertConfig(
 )
 
 
-def test_attention_is_priced_at_its_bits_per_op_and_left_out_of_the_paper_s():
+def test_attention_macs_excluded_from_paper_convention():
+    """Price attention at its bits per operation, and exclude it from the paper's total."""
     model = quantize_(BertForSequenceClassification(TINY))
     ids = torch.ones(3, 9, dtype=torch.int64)
     schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
@@ -240,7 +241,7 @@ def test_attention_is_priced_at_its_bits_per_op_and_left_out_of_the_paper_s():
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_the_ledger_sees_a_gradient_through_the_last_state_alone(bits):
+def test_ledger_counts_gradient_through_last_state(bits):
     lstm = quantize_(nn.LSTM(5, 4))
     lstm.precision.set_bits(bits, bits)
     totals = []
@@ -256,8 +257,8 @@ def test_the_ledger_sees_a_gradient_through_the_last_state_alone(bits):
     assert totals[0] == totals[1] == totals[2] > 0
 
 
-def test_error_products_of_an_lstm():
-    """The first input product needs none when its input is data; the recurrence always does."""
+def test_lstm_first_input_needs_no_gradient():
+    """Skip the input gradient of the first matmul, and count it for the recurrence."""
     plan = count_bitops(nn.LSTM(5, 4), (torch.empty(7, 3, 5),), convention="per_op")
     inner, first = 21 * 16 * 4, 21 * 16 * 5
     assert plan.by_pass["forward"] == inner + first + 4 * (27 * 21 + 15)

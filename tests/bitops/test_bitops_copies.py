@@ -1,4 +1,4 @@
-"""What is counted is a copy: packed sequences, parametrised weights, kept tensors, models that ask for data."""
+"""Counting on a copy of the model: packed sequences, parametrised weights, cached tensors and control flow."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def unchanged(model, before):
 @pytest.mark.parametrize(
     "make", [nn.LSTM, nn.GRU, nn.RNN, lambda *sizes: quantize_(nn.LSTM(*sizes))]
 )
-def test_packed_sequences(make):
+def test_count_bitops_accepts_packed_sequences(make):
     model = make(5, 4)
     packed = pack_sequence(
         [torch.randn(length, 5) for length in (4, 7, 2)], enforce_sorted=False
@@ -73,7 +73,7 @@ COMPUTED = {
     "ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning"
 )
 @pytest.mark.parametrize("name", COMPUTED)
-def test_parametrised_layers_cost_what_they_would_without(name):
+def test_parametrised_layers_cost_like_plain_layers(name):
     bare = nn.Sequential(nn.Linear(8, 4))
     x = torch.randn(3, 8, 8)
     expected = count_bitops(bare, (x,), convention="per_op").bitops["0"]
@@ -91,7 +91,7 @@ def test_parametrised_layers_cost_what_they_would_without(name):
 
 
 def keeping(where):
-    """A model that keeps what it computed, as RAFT keeps its pyramid."""
+    """Return a model that caches what it computed, as RAFT caches its pyramid."""
 
     def forward(model, x):
         y = model.layer(x)
@@ -101,7 +101,7 @@ def keeping(where):
     return FunctionModule(forward, layer=nn.Linear(4, 4))
 
 
-def test_a_model_that_keeps_tensors_with_a_history():
+def test_count_bitops_copies_models_with_cached_tensors():
     model, x = keeping(lambda y: [y, (y, {"a": y})]), torch.randn(2, 4)
     before = count_bitops(model, (x,))
     model(x)
@@ -109,7 +109,7 @@ def test_a_model_that_keeps_tensors_with_a_history():
     assert model.layer.weight.device.type == "cpu"
 
 
-def test_what_cannot_be_copied_is_refused_in_words():
+def test_count_bitops_rejects_uncopyable_models():
     model, x = keeping(lambda y: SimpleNamespace(value=y)), torch.randn(2, 4)
     model(x)
     refused(
@@ -124,7 +124,7 @@ def test_what_cannot_be_copied_is_refused_in_words():
 
 
 def choosing():
-    """A model whose second layer sees as many rows as are positive."""
+    """Return a model whose second layer receives only the positive rows."""
 
     def forward(model, x):
         x = nn.functional.dropout(model.norm(model.first(x.add_(1))), 0.5)
@@ -135,7 +135,7 @@ def choosing():
     )
 
 
-def test_a_model_that_asks_for_data_is_counted_on_data():
+def test_count_bitops_runs_data_dependent_models():
     model, x = choosing(), torch.randn(6, 4)
     given, before = x.clone(), state_of(model)
     plan = count_bitops(model, (x,))
@@ -145,7 +145,8 @@ def test_a_model_that_asks_for_data_is_counted_on_data():
 
 
 @pytest.mark.parametrize("where", ["model", "inputs"])
-def test_without_data_it_is_refused_in_words(where):
+def test_count_bitops_requires_real_inputs(where):
+    """Explain that a data-dependent model and its inputs need real tensors."""
     model, x = choosing(), torch.randn(6, 4)
     model, x = (model.to("meta"), x) if where == "model" else (model, x.to("meta"))
     with pytest.raises(
@@ -155,12 +156,12 @@ def test_without_data_it_is_refused_in_words(where):
         count_bitops(model, (x,))
 
 
-def test_inputs_that_do_not_fit_get_torchs_own_words():
+def test_count_bitops_passes_on_shape_errors():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         count_bitops(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 3),))
 
 
-def test_a_detector_of_torchvision():
+def test_plan_equals_ledger_for_torchvision_detector():
     model = quantize_(
         RetinaNet(
             resnet_fpn_backbone(backbone_name="resnet18", weights=None), 3, 32, 32
@@ -192,7 +193,7 @@ LAYERS_OF_DGL = {
 
 
 @pytest.mark.parametrize("name", LAYERS_OF_DGL)
-def test_layers_of_dgl(name):
+def test_dgl_layers_have_expected_macs(name):
     make, macs = LAYERS_OF_DGL[name]
     layer, graph, x = make(), dgl.graph(EDGES), torch.randn(3, 6)
     plan = count_bitops(layer, (graph, x), convention="paper")
@@ -203,7 +204,7 @@ def test_layers_of_dgl(name):
     assert ledger.unpriced == plan.unpriced
 
 
-def test_dgl_graph_conv_counts_its_sum_once_converted():
+def test_dgl_graph_conv_counts_aggregation_once_converted():
     layer, graph, x = dgl.nn.GraphConv(6, 4), dgl.graph(EDGES), torch.randn(3, 6)
     plain = count_bitops(layer, (graph, x), convention="paper")
     assert (plain.forward_macs, plain.unpriced) == (
@@ -217,7 +218,7 @@ def test_dgl_graph_conv_counts_its_sum_once_converted():
 @pytest.mark.parametrize(
     ("sizes", "sums"), [((6, 9), 3 * 6), ((9, 6), 4 * 9)]
 )  # the narrower side is summed
-def test_destinations_of_dgl_may_have_other_features_than_sources(sizes, sums):
+def test_dgl_sage_accepts_bipartite_features(sizes, sums):
     layer, graph = (
         quantize_(dgl.nn.SAGEConv(sizes, 7, "mean")),
         dgl.create_block(([0, 1, 3, 0], [1, 2, 0, 2])),

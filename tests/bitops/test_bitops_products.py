@@ -1,4 +1,4 @@
-"""Products that no layer reports: a table of models against torch's own counter, and plan against ledger."""
+"""Matmuls outside layers: many models against torch's FLOP counter, and plan against ledger."""
 
 import copy
 from itertools import product
@@ -42,13 +42,13 @@ DISENTANGLED = {
 
 
 def plain(function, *shape):
-    """A function of an input and a parameter, beside a layer."""
+    """Return a model that applies a function to the output of a layer and a parameter."""
     parts = {"layer": nn.Linear(8, 8), "weight": nn.Parameter(torch.randn(shape))}
     return FunctionModule(lambda m, x: function(m.layer(x), m.weight), **parts)
 
 
 def borrowed():
-    """A parent that computes its children's products itself, as Swin does."""
+    """Return a parent that computes the matmuls of its children, as Swin does."""
 
     def forward(m, x):
         q, k, v = F.linear(x, m.attn.qkv.weight, m.attn.qkv.bias).chunk(3, -1)
@@ -185,8 +185,8 @@ def loss_of(output):
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("name", [*ZOO, *BY_HAND])
-def test_no_product_is_lost(name):
-    """Not by the plan, against torch's counter or by hand; nor by the ledger, against the plan."""
+def test_bitops_count_every_matmul(name):
+    """Compare the plan with torch's FLOP counter or hand counts, and the ledger with the plan."""
     entry = {**ZOO, **BY_HAND}[name]
     model, inputs = made(*entry)
     with FlopCounterMode(display=False) as flops:
@@ -223,7 +223,7 @@ def test_no_product_is_lost(name):
     }
 
 
-def test_the_plan_says_what_its_total_lacks():
+def test_plan_lists_unpriced_matmuls():
     plan = count_bitops(borrowed(), (sequences(),), convention="paper")
     assert plan.total == 3 * 10 * 8 * (24 + 3)  # the borrowed weight is a layer's
     assert plan.unpriced == {"(products)": 2 * 2 * 5 * 5 * 8}
@@ -270,7 +270,7 @@ def test_the_plan_says_what_its_total_lacks():
         ),
     ],
 )
-def test_only_products_that_are_computed_are_priced(function, passes):
+def test_ledger_prices_only_executed_gradients(function, passes):
     parts = {"layer": nn.Linear(8, 8), "weight": nn.Parameter(torch.randn(8))}
     model = FunctionModule(
         lambda m, x: function(m.layer, m.weight, x) + 0 * m.layer(x).sum(), **parts
@@ -286,7 +286,7 @@ def test_only_products_that_are_computed_are_priced(function, passes):
 
 
 class Adapted(nn.Linear):
-    """A layer that multiplies more than its class says, as adapters do."""
+    """Linear layer with an extra matmul, as in adapters."""
 
     def __init__(self, *lengths):
         super().__init__(*lengths)
@@ -297,7 +297,7 @@ class Adapted(nn.Linear):
 
 
 class Conditioned(nn.BatchNorm1d):
-    """A norm whose scale a layer inside it makes."""
+    """Normalisation whose scale is the output of an inner layer."""
 
     def __init__(self):
         super().__init__(5)
@@ -307,7 +307,7 @@ class Conditioned(nn.BatchNorm1d):
         return super().forward(x) * self.scale(x)
 
 
-def test_a_layer_with_a_forward_of_its_own_is_what_runs_in_it():
+def test_count_bitops_follows_overridden_forward():
     adapted = Adapted(8, 8)
     adapted.weight.requires_grad_(False)
     plan = count_bitops(nn.Sequential(adapted, Conditioned()), (sequences(),))
@@ -324,7 +324,7 @@ def test_a_layer_with_a_forward_of_its_own_is_what_runs_in_it():
 # --- the ledger -----------------------------------------------------------------------------------
 
 
-def test_the_ledger_changes_nothing():
+def test_ledger_leaves_training_unchanged():
     def run(watched):
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -348,7 +348,7 @@ def test_the_ledger_changes_nothing():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_ledger_sees_recomputed_products(reentrant):
+def test_ledger_counts_recomputed_matmuls(reentrant):
     totals = []
     for forward in (
         lambda m, x: m.block(m.first(x)),
@@ -363,7 +363,7 @@ def test_the_ledger_sees_recomputed_products(reentrant):
     assert (after["error"], after["weight"]) == (before["error"], before["weight"])
 
 
-def test_the_ledger_survives_a_failing_forward_pass():
+def test_ledger_survives_failing_forward():
     def refuse(module, inputs):
         if isinstance(module, nn.Linear):
             raise RuntimeError("no Linear")
@@ -383,7 +383,8 @@ def test_the_ledger_survives_a_failing_forward_pass():
     assert ledger.unpriced == {"(products)": 5 * 8 * 3}
 
 
-def test_neither_a_check_inside_a_ledger_nor_a_copy_breaks_or_counts():
+def test_ledger_ignores_copies_of_model():
+    """Count a `check` inside a ledger as a step of the model, but not a step of a copy."""
     model, x = quantize_(nn.Sequential(borrowed())), sequences()
     with precision(model, 8), BitOpsLedger(model) as ledger:
         model(x).sum().backward()
@@ -395,7 +396,7 @@ def test_neither_a_check_inside_a_ledger_nor_a_copy_breaks_or_counts():
     assert ledger.total() > before  # it is a step of the model
 
 
-def test_a_plan_inside_a_ledger_is_no_training():
+def test_ledger_ignores_count_bitops_calls():
     model, x = borrowed(), sequences()
     with BitOpsLedger(model) as ledger:
         model(x).sum().backward()
@@ -404,7 +405,7 @@ def test_a_plan_inside_a_ledger_is_no_training():
         assert ledger.total("per_op") == before
 
 
-def test_the_ledger_says_that_it_cannot_see_inside_compiled_modules():
+def test_ledger_reports_compiled_modules_as_unseen():
     model = borrowed()
     assert BitOpsLedger(model).compiled_modules == ()
     assert BitOpsLedger(torch.compile(model, backend="eager")).compiled_modules == ("",)
@@ -412,7 +413,7 @@ def test_the_ledger_says_that_it_cannot_see_inside_compiled_modules():
     assert BitOpsLedger(model).compiled_modules == ("out",)
 
 
-def test_the_plan_compiles_nothing():
+def test_count_bitops_never_compiles_modules():
     def refuse(*_):
         raise AssertionError("compiled")
 
@@ -429,7 +430,7 @@ def test_the_plan_compiles_nothing():
 @pytest.mark.parametrize(
     "make", [lambda: nn.MultiheadAttention(8, 2, batch_first=True), encoder]
 )
-def test_fused_kernels_of_evaluation_cost_what_their_parts_cost(make):
+def test_ledger_prices_fused_attention_by_parts(make):
     def forward(m, x):
         y = m.frozen(*(x,) * (3 if isinstance(m.frozen, nn.MultiheadAttention) else 1))
         return m.head(y[0] if isinstance(y, tuple) else y)
@@ -451,7 +452,7 @@ def test_fused_kernels_of_evaluation_cost_what_their_parts_cost(make):
     )
 
 
-def test_a_quantised_model_that_is_one_layer_has_its_own_bits():
+def test_plan_equals_ledger_for_single_layer():
     model, x = quantize_(nn.Linear(4, 3)), torch.randn(2, 4)
     schedule = make_schedule("STATIC", q_max=4, total_steps=1)
     PrecisionScheduler(model, schedule)
@@ -473,7 +474,7 @@ def test_a_quantised_model_that_is_one_layer_has_its_own_bits():
 
 
 def asks(more):
-    """A model that does more where its mask has something, as Longformer does for its global tokens."""
+    """Return a model that computes more if its mask has a true entry, as Longformer does for global tokens."""
 
     def forward(m, x, mask):
         y = m.layer(x)
@@ -506,7 +507,7 @@ ASKING = {
 @pytest.mark.parametrize(
     ("name", "some"), [*product(list(ASKING)[:3], [True, False]), ("Longformer", True)]
 )
-def test_products_that_depend_on_data_are_counted_on_the_data(name, some):
+def test_count_bitops_counts_data_dependent_matmuls(name, some):
     make, given = ASKING[name]
     model = quantize_(make()).eval()
     inputs = given(), GLOBAL if name == "Longformer" else torch.tensor([False, some])

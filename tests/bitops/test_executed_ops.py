@@ -1,4 +1,4 @@
-"""The default price is that of what runs: an independent watcher, which looks at values, finds the same total."""
+"""The default price of a model, against an independent watcher that inspects operand values."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
 
 
 class Video(nn.Conv3d):
-    """A subclass without a forward of its own, as in torchvision's video models."""
+    """Subclass without a forward method, as in the video models of torchvision."""
 
 
 def linear():
@@ -75,7 +75,7 @@ MODELS = {
 
 
 class Watcher(TorchDispatchMode):
-    """Price every product by the values of its operands: on a grid of few values, or in float32."""
+    """Dispatch mode that prices every matmul by the values of its operands: few grid values, or float32."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class Watcher(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_total_is_what_an_independent_watcher_sees(name):
+def test_ledger_total_matches_value_based_watcher(name):
     make, given, left_out = MODELS[name]
     torch.manual_seed(0)
     model, x, schedule = make(), given(), cpt.StaticSchedule(BITS, 1)

@@ -1,4 +1,4 @@
-"""The numerics do not change by accident: roundings, noise keys and first losses are those of the file."""
+"""Pinned numerics: roundings, noise keys and first losses equal those of the stored file."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def changes_of(name, arm):
     )
 
 
-def test_numerics_are_those_of_the_file():
+def test_numerics_version_matches_stored_losses():
     assert STORED["numerics"] == NUMERICS, "run `python -m bench.pinned_losses`"
     assert set(STORED["runs"]) == {f"{name} {arm}" for name, arm in RUNS}
     for pinned in STORED["runs"].values():
@@ -39,14 +39,14 @@ def test_numerics_are_those_of_the_file():
 
 
 @pytest.mark.parametrize(("name", "arm"), RUNS)
-def test_losses_of_every_task_are_as_stored(kernels, name, arm):
+def test_training_losses_match_stored_values(kernels, name, arm):
     changes = changes_of(name, arm)
     assert not changes, (
         f"{name} {arm} on {kernels} kernels: {'; '.join(changes)}; {HINT}"
     )
 
 
-def test_roundings_are_as_stored(kernels):
+def test_roundings_match_stored_values(kernels):
     found, stored = pinned_losses.pin_roundings(), STORED["roundings"]
     changed = [name for name in stored | found if found.get(name) != stored.get(name)]
     assert not changed, (
@@ -54,8 +54,8 @@ def test_roundings_are_as_stored(kernels):
     )
 
 
-def test_other_noise_is_seen(monkeypatch):
-    """Other noise changes what was rounded at random, and the losses of the machine of the file."""
+def test_pinned_roundings_detect_changed_noise(monkeypatch):
+    """Detect changed noise in stochastic roundings and in losses of the recording machine."""
     real = rounding.hash_noise
     monkeypatch.setattr(rounding, "hash_noise", lambda key, count: real(key + 1, count))
     with pinned_losses.computing_with("reference"):
@@ -68,8 +68,8 @@ def test_other_noise_is_seen(monkeypatch):
     assert run.losses[1:] != stored["losses"][1:]
 
 
-def test_noise_keys_of_another_seed_are_seen():
-    """Where a run's noise begins is pinned on every machine."""
+def test_pinned_losses_detect_changed_noise_keys():
+    """Detect noise keys of another seed on every machine."""
     spec = pinned_losses.tiny_spec("image_mlp", "CR")
     with pinned_losses.computing_with("reference"):
         run = pinned_losses.pin_run(replace(spec, seed=1))
@@ -94,7 +94,7 @@ def test_noise_keys_of_another_seed_are_seen():
         ({"noise_keys": "b"}, False, ["the noise keys of its layers changed"]),
     ],
 )
-def test_find_changes_names_what_moved(change, same_machine, said):
+def test_find_changes_describes_differences(change, same_machine, said):
     losses = [1.0 + change.get("first", 0.0), 2.0 + change.get("last", 0.0)]
     found = Pinned(losses, change.get("noise_keys", "a"))
     assert (
@@ -105,7 +105,7 @@ def test_find_changes_names_what_moved(change, same_machine, said):
     )
 
 
-def test_computing_with_puts_products_and_threads_back():
+def test_computing_with_restores_backend_and_threads():
     before = torch.get_num_threads(), pinned_losses.gemm_backend.active
     with pinned_losses.computing_with("reference"):
         assert (torch.get_num_threads(), pinned_losses.gemm_backend.active) == (

@@ -1,4 +1,4 @@
-"""What earlier releases wrote, read today: equal, or it differs and says so, or it is refused in one sentence."""
+"""Files of earlier releases: read with equal values, reported as different, or rejected with a reason."""
 
 import importlib
 import io
@@ -41,7 +41,7 @@ EXPECTED = {  # of every release that is kept, by its folder
 
 @pytest.fixture(autouse=True)
 def products_of_torch(monkeypatch):
-    """Compute float32 products as the corpus was recorded."""
+    """Compute float32 matmuls with torch, as when the corpus was recorded."""
     monkeypatch.setattr(
         backend, "_active", replace(backend.backend(), products="torch")
     )
@@ -52,7 +52,7 @@ def products_of_torch(monkeypatch):
 
 
 def run_again(row, store):
-    """Run a row again in a store, where a checkpoint of it may be; return a word for it, and the first step it took."""
+    """Repeat the run of a row in a store, and return its verdict and the first step it took."""
     steps = []
     options = {
         "workers": 0,
@@ -64,7 +64,7 @@ def run_again(row, store):
 
 
 def word_of(row, found):
-    """Return the word for a row that was run again.
+    """Return the verdict on a row that was run again.
 
     On another processor the metrics of these few steps differ as much as other noise makes them. There the first loss
     is compared, and what rounding cannot change.
@@ -180,12 +180,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "outcome", "word"), CASES)
-def test_item_of_a_release_is_as_the_table_says(name, outcome, word, tmp_path):
+def test_release_item_has_documented_outcome(name, outcome, word, tmp_path):
     assert outcome(CORPUS / name, tmp_path) == word
 
 
-def test_corpus_is_what_the_table_names():
-    """Every folder has its line, here and in the documentation, and the whole is small."""
+def test_release_corpus_matches_documentation():
+    """Require a table row in the documentation for every folder of the corpus."""
     assert {
         folder.name for folder in CORPUS.iterdir() if (folder / "rows.jsonl").exists()
     } == set(EXPECTED)
@@ -203,8 +203,8 @@ def test_corpus_is_what_the_table_names():
         )
 
 
-def test_missing_module_explains_pickles(tmp_path):
-    """The sentence is that of the import system: other imports fail as before."""
+def test_missing_module_error_explains_old_pickles(tmp_path):
+    """Explain pickles of an older release, and leave other import errors unchanged."""
     with pytest.raises(
         ModuleNotFoundError, match="loads only in the release that wrote it"
     ) as caught:
@@ -218,7 +218,7 @@ def test_missing_module_explains_pickles(tmp_path):
         importlib.import_module("no_such_package")
 
 
-def test_program_names_its_numerics():
+def test_exported_program_stores_numerics_version():
     program = torch.export.load(
         io.BytesIO(lzma.decompress((CORPUS / "0.3.0" / "program.pt2.xz").read_bytes()))
     )
@@ -226,8 +226,8 @@ def test_program_names_its_numerics():
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_rows_of_a_release_have_its_numerics(name):
-    """Also rows whose environment named no release: a checkout that was not installed."""
+def test_numerics_of_identifies_release_rows(name):
+    """Identify the numerics of release rows, even if they name no package version."""
     for row in load_rows(CORPUS / name / "rows.jsonl"):
         assert numerics_of(row) == (1 if name == "0.1.0" else 2)
         row["provenance"]["versions"].pop("cpt-core")
@@ -235,8 +235,8 @@ def test_rows_of_a_release_have_its_numerics(name):
 
 
 @pytest.mark.slow
-def test_recording_this_tree_gives_the_corpus(tmp_path, monkeypatch):
-    """What is recorded today is what the newest folder holds, so that the recorder works when a release needs it."""
+def test_release_recorder_reproduces_newest_corpus(tmp_path, monkeypatch):
+    """Record the current tree and get the contents of the newest folder."""
     monkeypatch.setattr(release_corpus, "CORPUS", tmp_path)
     folder = release_corpus.record("0.3.0", "today", release_corpus.ROOT)
     names = {path.name for path in (CORPUS / "0.3.0").iterdir()}

@@ -1,4 +1,4 @@
-"""Every reader beside everything it can leave out, convert or mix: each must be a fact of the report or an error."""
+"""Data reports: every file or value that a reader skips, converts or mixes is a fact or an error."""
 
 import io
 import random
@@ -46,13 +46,13 @@ BOX = [("cat", (2, 2, 20, 20))]
 
 # --- one sound data set per layout ----------------------------------------------------------------
 def class_folders(count=6):
-    """Return images of two classes, all different."""
+    """Return distinct images of two classes."""
     names = [f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(count)]
     return {name: picture((12, 12), "PNG", seed) for seed, name in enumerate(names)}
 
 
 def split_folders():
-    """Return the same in train/ and val/."""
+    """Return distinct images of two classes in train/ and val/."""
     names = [
         f"{part}/{kind}/{i}.png"
         for part in ("train", "val")
@@ -63,7 +63,7 @@ def split_folders():
 
 
 def image_archives(**more):
-    """Return archives of different images to train and to test on."""
+    """Return archives of distinct training and test images."""
     rng = np.random.default_rng(0)
     parts = {"train": 12, "test": 6}
     return {
@@ -77,7 +77,7 @@ def image_archives(**more):
 
 
 def annotated_pictures():
-    """Return six images with a box each, four to train and two to test on."""
+    """Return six images with a box each, four for training and two for testing."""
     files = boxes(train="abcd", test="ef")
     for i, name in enumerate("abcdef"):
         files |= annotated_picture(name, (30, 40), BOX)
@@ -111,7 +111,7 @@ def lines(seed, count):
 
 
 def texts(ending="\n"):
-    """Return texts of different lines to train, to hold out and to test on."""
+    """Return distinct lines for training, validation and test."""
     sizes = {"train": 60, "valid": 20, "test": 20}
     return {
         f"{part}.txt": "".join(line + ending for line in lines(seed, count)).encode()
@@ -131,7 +131,7 @@ def pair_frame(split, count):
 
 
 def pairs(change=lambda split, frame: frame):
-    """Return sentence pairs as .jsonl, changed split by split."""
+    """Return sentence pairs as .jsonl files, changed per split."""
     sizes = {"train": 12, "validation": 6, "test": 6}
     frames = {
         split: change(split, pair_frame(split, count)) for split, count in sizes.items()
@@ -172,7 +172,7 @@ def graph_arrays_for_ogb():
 
 @pytest.fixture
 def told(data_folder):
-    """Return what a reader says of files: the notices of its report or its error, and the data where they load."""
+    """Return the notices or the error of a reader as text, and the data if they load."""
 
     def load(task, files, dataset="mine/", **changes):
         write(data_folder / "mine", files)
@@ -197,7 +197,7 @@ def assert_named(text, *words):
 
 
 def sizes_of(found):
-    """Return how many samples the splits of loaded data have."""
+    """Return the number of samples in each split of loaded data."""
     test = found.test
     tests = list(test.values()) if isinstance(test, dict) else [test]
     return [len(part) for part in (found.train, found.valid, *tests)]
@@ -205,7 +205,8 @@ def sizes_of(found):
 
 # --- sound data -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_report_of_sound_data_has_split_sizes_and_no_file_left_out(layout, told):
+def test_data_report_lists_split_sizes(layout, told):
+    """Report the split sizes and no skipped file for sound data."""
     task, files, _ = LAYOUTS[layout]
     text, found = told(task, files())
     assert found is not None, text
@@ -219,7 +220,7 @@ def test_report_of_sound_data_has_split_sizes_and_no_file_left_out(layout, told)
 @pytest.mark.parametrize(
     "dataset", ["digits", "digits-graph", "digit-scenes", "templates", "pydoc"]
 )
-def test_report_of_embedded_data_has_facts_and_an_equal_digest_each_time(dataset):
+def test_data_report_digest_is_reproducible(dataset):
     asked = recipe("smoke", dataset)
     first, second = (LOAD[asked.task](asked).report for _ in range(2))
     assert first.facts
@@ -242,7 +243,7 @@ STRAY = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STRAY)
-def test_report_names_stray_files_in_every_folder(layout, name, told):
+def test_data_report_names_stray_files(layout, name, told):
     task, files, folders = LAYOUTS[layout]
     stray = {
         f"{folder}{i}-{name}": b"no data of this task"
@@ -268,9 +269,7 @@ HIDDEN = [
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hidden_folders_play_no_part_at_any_depth_and_are_counted(
-    layout, hidden, told, data_folder
-):
+def test_readers_skip_and_count_hidden_folders(layout, hidden, told, data_folder):
     task, files, folders = LAYOUTS[layout]
     sound = files()
     _, before = told(task, sound)
@@ -289,7 +288,7 @@ def test_hidden_folders_play_no_part_at_any_depth_and_are_counted(
 
 
 @pytest.mark.parametrize("name", ["._1.jpg", ".DS_Store", "Thumbs.db", "desktop.ini"])
-def test_report_counts_files_that_systems_leave(name, told):
+def test_data_report_counts_system_files(name, told):
     text, found = told(
         "image", class_folders() | {f"cat/{name}": picture((12, 12), "JPEG", 1)}
     )
@@ -307,9 +306,8 @@ def saved(image, kind="PNG", **more):
 
 @pytest.mark.parametrize("bits", [9, 10, 12, 13, 14, 16])
 @pytest.mark.parametrize(("kind", "ending"), [("PNG", "png"), ("TIFF", "tif")])
-def test_grey_pictures_keep_their_levels_and_the_depth_is_reported(
-    bits, kind, ending, told
-):
+def test_image_reader_scales_deep_grey_images(bits, kind, ending, told):
+    """Keep the levels of grey images of 9 to 16 bits, and report the depth."""
     files = {}
     for seed, name in enumerate(
         f"{c}/{i}.{ending}" for c in ("cat", "dog") for i in range(6)
@@ -328,7 +326,7 @@ def test_grey_pictures_keep_their_levels_and_the_depth_is_reported(
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "CMYK", "1"])
-def test_report_names_converted_modes(mode, told):
+def test_data_report_names_converted_modes(mode, told):
     kind, ending = ("JPEG", "jpg") if mode == "CMYK" else ("PNG", "png")
     images = (
         Image.open(io.BytesIO(picture((12, 12), "PNG", seed))).convert(mode)
@@ -345,7 +343,7 @@ def test_report_names_converted_modes(mode, told):
 
 
 @pytest.mark.parametrize("orientation", [2, 3, 4, 5, 6, 7, 8])
-def test_orientation_of_pictures_is_applied_and_reported(orientation, told):
+def test_image_reader_applies_exif_orientation(orientation, told):
     exif = Image.Exif()
     exif[0x0112] = orientation
     shown = np.zeros((12, 12, 3), np.uint8)
@@ -374,7 +372,7 @@ def test_orientation_of_pictures_is_applied_and_reported(orientation, told):
 
 
 @pytest.mark.parametrize("orientation", [2, 3, 4, 5, 6, 7, 8])
-def test_boxes_lie_on_pictures_as_viewers_show_them(orientation, told):
+def test_voc_reader_aligns_boxes_with_orientation(orientation, told):
     exif = Image.Exif()
     exif[0x0112] = orientation
     shown = np.zeros((30, 40, 3), np.uint8)
@@ -411,7 +409,7 @@ UNUSED = [
 
 
 @pytest.mark.parametrize("name", UNUSED)
-def test_report_names_unused_arrays_of_archives(name, told):
+def test_data_report_names_unused_arrays(name, told):
     text, _ = told(
         "graph",
         {"g.npz": archive(**graph_arrays(**{name: np.arange(11)}))},
@@ -423,7 +421,7 @@ def test_report_names_unused_arrays_of_archives(name, told):
 
 
 @pytest.mark.parametrize("name", ["genre", "language_of_origin", "id", "explanation_1"])
-def test_report_names_unused_columns_of_pairs(name, told):
+def test_data_report_names_unused_columns(name, told):
     text, found = told(
         "entailment", pairs(lambda split, frame: frame.assign(**{name: "x"}))
     )
@@ -431,7 +429,8 @@ def test_report_names_unused_columns_of_pairs(name, told):
     assert name in text, text
 
 
-def test_report_counts_edges_that_are_merged_and_self_loops(told):
+def test_data_report_counts_merged_edges(told):
+    """Report merged edges and self-loops of a graph."""
     arrays = graph_arrays()
     edges = np.concatenate(
         [arrays["edge_index"], arrays["edge_index"][::-1], [[3, 4], [3, 4]]], axis=1
@@ -445,7 +444,8 @@ def test_report_counts_edges_that_are_merged_and_self_loops(told):
 
 # --- markers --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("marker", ["<eos>", "</s>", "<EOS>", "<|endoftext|>", "[SEP]"])
-def test_markers_at_line_ends_are_not_doubled(marker, told):
+def test_text_reader_merges_end_markers(marker, told):
+    """Merge markers at line ends with the end of sentence that the reader adds."""
     text, found = told("language_model", texts(f" {marker}\n"))
     assert found is not None, text
     ends = found.train == found.start
@@ -547,14 +547,14 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_overlap_between_splits_is_refused(case, told):
+def test_readers_reject_overlapping_splits(case, told):
     task, files = OVERLAPS[case]
     text, found = told(task, files(), "mine/g.npz" if task == "graph" else "mine/")
     assert found is None, f"loaded:\n{text}"
     assert "train" in text or "valid" in text, text
 
 
-def test_equal_pixels_in_other_files_are_counted(told):
+def test_data_report_counts_equal_pixels_across_splits(told):
     pixels = Image.open(io.BytesIO(split_folders()["train/cat/1.png"]))
     text, found = told(
         "image", split_folders() | {"val/cat/again.bmp": saved(pixels, "BMP")}
@@ -564,7 +564,7 @@ def test_equal_pixels_in_other_files_are_counted(told):
     assert any("1 " in fact for fact in overlap), text
 
 
-def test_copies_in_class_folders_never_stand_on_both_sides(told):
+def test_image_reader_keeps_copies_in_one_split(told):
     files = class_folders(10)
     files |= {
         path.replace(".png", " copy.png"): content for path, content in files.items()
@@ -579,14 +579,14 @@ def test_copies_in_class_folders_never_stand_on_both_sides(told):
 # --- wrong types ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("value", [{"fr": "un"}, ["a", "b"], 7, 2.5, None, True])
 @pytest.mark.parametrize("column", ["premise", "hypothesis"])
-def test_pairs_that_are_no_sentences_are_refused(column, value, told):
+def test_entailment_reader_rejects_non_text_pairs(column, value, told):
     files = pairs(lambda split, frame: frame.assign(**{column: [value] * len(frame)}))
     text, found = told("entailment", files)
     assert found is None, text
     assert column in text, text
 
 
-def test_pairs_without_a_label_are_counted(told):
+def test_data_report_counts_unlabelled_pairs(told):
     files = pairs(lambda split, frame: frame.assign(label=[-1, *frame.label[1:]]))
     text, found = told("entailment", files)
     assert sizes_of(found) == [11, 5, 5]
@@ -594,12 +594,13 @@ def test_pairs_without_a_label_are_counted(told):
 
 
 # --- the report itself ----------------------------------------------------------------------------
-def test_report_refuses_unknown_topics():
+def test_data_report_rejects_unknown_topics():
     with pytest.raises(ValueError, match="topic: expected one of read, left out"):
         DataReport("x").add("rubbish", "text")
 
 
-def test_report_survives_being_stored_and_its_digest_tells_changes():
+def test_data_report_roundtrips_with_digest():
+    """Restore a stored report, and change its digest with every added fact."""
     report = DataReport("x/", [("split", "9 training samples"), ("read", "ten files")])
     report.leave_out(
         "images of this kind are not read", [f"{i}.HEIC" for i in range(100)]
@@ -616,7 +617,7 @@ def test_report_survives_being_stored_and_its_digest_tells_changes():
     assert again.digest != report.digest
 
 
-def test_report_escapes_what_terminals_obey():
+def test_data_report_escapes_control_characters():
     report = DataReport("x/")
     report.leave_out("not read", ["\x1b[31mred\n.heic", "bad\udc80.heic"])
     text = str(report)
@@ -624,7 +625,7 @@ def test_report_escapes_what_terminals_obey():
     assert_named(text, "\\x1b[31mred\\n.heic", "\\udc80")
 
 
-def test_lists_of_names_and_counts_are_cut():
+def test_list_some_truncates_long_lists():
     assert list_first(["a", "b"]) == "a, b"
     assert list_counts({str(i): 100 - i for i in range(20)}).endswith(
         "and 8 more from 81 up"

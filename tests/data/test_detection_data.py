@@ -1,4 +1,4 @@
-"""Images with boxes: scenes of digits, Pascal VOC's layout as torchvision and others write it, bad input, batches."""
+"""Detection data: digit scenes, Pascal VOC layouts, invalid input and batches."""
 
 import io
 import itertools
@@ -56,7 +56,7 @@ def refused(message, error=ValueError, dataset="pets/"):
 
 @pytest.fixture
 def own(data_folder):
-    """A folder of five images in VOC's layout, as dataset "pets/" in the data folder."""
+    """Write a dataset of five images in VOC layout to "pets/" in the data folder."""
     folder = data_folder / "pets" / "VOCdevkit" / "VOC2007"
     write_picture(
         folder,
@@ -77,7 +77,7 @@ def own(data_folder):
     return folder
 
 
-def test_own_pictures_are_read_as_they_are(own):
+def test_voc_reader_loads_user_dataset(own):
     data = load_detection(small("pets/"))
     assert data.classes == ("cat", "dog", "person")
     assert data.title == "own pictures (pets)"
@@ -104,7 +104,8 @@ def test_own_pictures_are_read_as_they_are(own):
     )
 
 
-def test_splits_subsets_and_checksum(own):
+def test_voc_reader_selects_splits_and_subsets(own):
+    """Select splits and subsets, and change the checksum with the annotations."""
     held = load_detection(small("pets/", valid_images=2, train_images=1, test_images=1))
     assert [len(part) for part in (held.train, held.valid, held.test)] == [1, 2, 1]
     for name in "fgh":
@@ -127,7 +128,7 @@ def test_splits_subsets_and_checksum(own):
 
 
 @pytest.mark.parametrize("where", ["", "VOCdevkit/VOC2012", "VOC2007"])
-def test_the_folder_may_be_given_at_each_level(data_folder, where):
+def test_voc_reader_accepts_nested_folders(data_folder, where):
     folder = data_folder / "mine" / where
     for name in "ab":
         write_picture(folder, name, objects=[("x", (1, 1, 5, 5))])
@@ -136,7 +137,7 @@ def test_the_folder_may_be_given_at_each_level(data_folder, where):
 
 
 @pytest.mark.parametrize("dataset", ["voc2007", "voc2012"])
-def test_official_layout(data_folder, dataset):
+def test_voc_reader_loads_official_layout(data_folder, dataset):
     year, first, second = detection.VOC_SPLITS[dataset]
     folder = data_folder / "VOCdevkit" / f"VOC{year}"
     write_picture(folder, "a", objects=[("person", (1, 1, 5, 5))])
@@ -172,7 +173,8 @@ def test_official_layout(data_folder, dataset):
         ("", (1, 1, 10, 10), "unknown class ''"),
     ],
 )
-def test_bad_objects_are_refused_by_file_and_number(tmp_path, name, box, message):
+def test_voc_reader_rejects_invalid_objects(tmp_path, name, box, message):
+    """Name the file and the number of an invalid object."""
     one_pixel = ("dog", (90, 60, 90, 60))
     image, xml = write_picture(tmp_path, "a", (60, 90), [one_pixel])
     assert read_annotated_image(image, xml, ("cat", "dog")).boxes.tolist() == [
@@ -183,9 +185,10 @@ def test_bad_objects_are_refused_by_file_and_number(tmp_path, name, box, message
         read_annotated_image(image, xml, ("cat", "dog"))
 
 
-def test_what_follows_a_picture_in_its_file_is_no_damage_but_its_end_is_missed_later_too(
+def test_voc_reader_ignores_trailing_bytes(
     own,
 ):
+    """Accept bytes after the end of an image, and reject a truncated image when it is read."""
     image = own / "JPEGImages" / "b.jpg"
     whole = image.read_bytes()
     image.write_bytes(whole + bytes(200))  # some cameras write more behind the end
@@ -195,7 +198,7 @@ def test_what_follows_a_picture_in_its_file_is_no_damage_but_its_end_is_missed_l
         found.read()
 
 
-def test_missing_and_wrong_files(own):
+def test_voc_reader_rejects_missing_or_wrong_files(own):
     xml = own / "Annotations" / "b.xml"
     good = xml.read_text()
     xml.write_text(good.replace("<width>60", "<width>61"))
@@ -207,7 +210,7 @@ def test_missing_and_wrong_files(own):
     refused(r"no file .*b\.jpg", DataNotFoundError)
 
 
-def test_wrong_lists_and_folders(own, tmp_path):
+def test_voc_reader_rejects_wrong_split_lists(own, tmp_path):
     write_picture(own, "f", (60, 60))
     write(own, boxes(val="f"))
     refused("no object that counts on any of 1 test images")
@@ -249,7 +252,7 @@ def saved(seed, kind="JPEG", size=(30, 40), **options):
 
 
 def xml(*objects, size=(30, 40), more=""):
-    """Return an annotation of objects, which are text."""
+    """Return an annotation that holds the given objects as XML text."""
     sides = f"<size><width>{size[1]}</width><height>{size[0]}</height></size>"
     return f"<annotation>{more}{sides}{''.join(objects)}</annotation>".encode()
 
@@ -261,7 +264,7 @@ def thing(box=BOX, name="cat", more=""):
 
 
 def voc(ids="abcdef", train="abcd", test="ef", ending=".jpg", kind="JPEG"):
-    """Return six images of a thing each."""
+    """Return six images with one object each."""
     files = boxes(train=train, test=test)
     for seed, name in enumerate(ids):
         files |= {
@@ -480,7 +483,7 @@ def facts_of(found):
 
 
 @pytest.mark.parametrize("case", FACTS)
-def test_report_of_boxes_names_what_is_left_out_or_changed(case, data_folder):
+def test_voc_reader_reports_skipped_and_changed_boxes(case, data_folder):
     files, words = FACTS[case]
     found = loaded(data_folder, files())
     facts = facts_of(found)
@@ -556,7 +559,7 @@ ERRORS = {  # what is there -> its files, what the error must say
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_boxes_that_cannot_be_read_rightly_are_refused(case, data_folder):
+def test_voc_reader_rejects_ambiguous_boxes(case, data_folder):
     files, message = ERRORS[case]
     with pytest.raises((ValueError, DataNotFoundError), match=message):
         loaded(data_folder, files())
@@ -564,10 +567,8 @@ def test_boxes_that_cannot_be_read_rightly_are_refused(case, data_folder):
 
 @pytest.mark.parametrize("orientation", range(2, 9))
 @pytest.mark.parametrize("as_shown", [True, False])
-def test_boxes_lie_where_the_size_of_the_annotation_says(
-    orientation, as_shown, data_folder
-):
-    """A white thing is in its box, drawn on the image as viewers show it or, by its size, as it is stored."""
+def test_voc_reader_orients_boxes_by_annotated_size(orientation, as_shown, data_folder):
+    """Keep a white patch inside its box, whether the annotated size is of the shown or the stored image."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     drawn = np.zeros((30, 40, 3), np.uint8)
@@ -590,8 +591,8 @@ def test_boxes_lie_where_the_size_of_the_annotation_says(
     assert tuple(picture.read().shape[1:]) == picture.size == (30, 40)
 
 
-def test_bits_of_boxes_are_those_of_all_listed_pictures(data_folder):
-    """A subset is scaled as the whole is."""
+def test_voc_reader_scales_subsets_by_whole_dataset(data_folder):
+    """Take the bit depth from all listed images, even for a subset."""
     files = voc(ending=".png", kind="PNG") | {
         f"JPEGImages/{c}.png": grey(500 * 2**i, i) for i, c in enumerate("abcdef")
     }
@@ -603,7 +604,7 @@ def test_bits_of_boxes_are_those_of_all_listed_pictures(data_folder):
     assert max(one.read().max() for one in whole.test) == 16000 >> 6
 
 
-def test_clipped_boxes_end_at_the_border(data_folder):
+def test_voc_reader_clips_boxes_to_image(data_folder):
     found = loaded(
         data_folder, voc() | {"Annotations/a.xml": xml(thing((0.6, 2, 40.4, 30.9)))}
     )
@@ -613,7 +614,7 @@ def test_clipped_boxes_end_at_the_border(data_folder):
 # --- scenes ---------------------------------------------------------------------------------------
 
 
-def test_scenes_have_exact_boxes():
+def test_digit_scenes_have_exact_boxes():
     for scene in digit_scenes("train", 40, 96):
         ink = scene.image[0].clone()
         assert torch.equal(scene.image[0], scene.image[2])
@@ -626,7 +627,7 @@ def test_scenes_have_exact_boxes():
         assert not ink.any()  # nothing outside the boxes, and no overlap
 
 
-def test_scenes_are_a_function_of_split_and_number():
+def test_digit_scenes_are_reproducible():
     again = digit_scenes("train", 5, 96)
     for a, b in zip(digit_scenes("train", 3, 96), again, strict=False):
         assert torch.equal(a.image, b.image)
@@ -653,12 +654,13 @@ def pictures(*sizes):
     )
 
 
-def test_groups_hold_pictures_of_like_shape():
+def test_aspect_groups_collect_similar_shapes():
     mixed = pictures((60, 90), (90, 60), (60, 60), (61, 90), (90, 61))
     assert aspect_groups(mixed, 2) == [[1, 4], [2, 3], [0]]
 
 
-def test_resizing_padding_and_boxes():
+def test_detection_batches_resize_and_pad_images():
+    """Resize and pad images, and scale their boxes alike."""
     (batch,) = evaluation_batches(
         pictures((50, 100), (100, 50)), small("x/", size=60, max_size=100), workers=0
     )
@@ -676,7 +678,7 @@ def test_resizing_padding_and_boxes():
     )
 
 
-def test_difficult_objects_are_not_trained_on(own):
+def test_detection_batches_omit_difficult_objects(own):
     train = load_detection(small("pets/")).train
     labels = [
         t["labels"].tolist()
@@ -686,7 +688,8 @@ def test_difficult_objects_are_not_trained_on(own):
     assert sorted(labels) == [[], [1], [2]]
 
 
-def test_batches_are_a_function_of_seed_and_step(own):
+def test_detection_batches_are_reproducible_by_step(own):
+    """Return equal batches for equal seeds and steps, with and without workers."""
     train = load_detection(small("pets/")).train
     r = small("pets/", flip=True)
 
@@ -705,7 +708,7 @@ def test_batches_are_a_function_of_seed_and_step(own):
     )
 
 
-def test_mirroring_moves_the_boxes():
+def test_detection_batches_mirror_boxes():
     (scene,) = digit_scenes("train", 1, 96)
     r = small("x/", flip=True, size=96, max_size=97, batch=1)
     seen = set()
@@ -723,7 +726,7 @@ def test_mirroring_moves_the_boxes():
         assert np.array_equal(batch.targets[0]["boxes"], scene.boxes)
 
 
-def test_half_of_the_pictures_are_mirrored():
+def test_mirroring_coin_is_fair():
     tosses = [
         _draws_flip(seed, epoch, index)
         for seed in range(3)
@@ -736,7 +739,7 @@ def test_half_of_the_pictures_are_mirrored():
 # --- downloads ------------------------------------------------------------------------------------
 
 
-def test_downloads_go_through_torchvision(data_folder, monkeypatch):
+def test_voc_download_uses_torchvision(data_folder, monkeypatch):
     asked = []
     monkeypatch.setattr(
         torchvision.datasets,
@@ -762,7 +765,7 @@ def test_downloads_go_through_torchvision(data_folder, monkeypatch):
     assert options["check_hash"]
 
 
-def test_recipes_of_pictures():
+def test_detection_recipe_rejects_invalid_size():
     assert recipe("paper", "voc2007").pretrained
     assert not recipe("demo", "my/", task="detection").pretrained
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Loaders of sentence pairs: every layout that is documented, what happens when its content is wrong, the grammar."""
+"""Readers of sentence pairs: documented layouts, invalid content, and the grammar of the templates."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from cpt_lab.experiments.registry import recipe
 
 @pytest.fixture(autouse=True)
 def offline(data_folder, monkeypatch):
-    """Nothing may ask the network, or look at data that happens to be on this machine."""
+    """Block the network, and hide data sets on this machine."""
     monkeypatch.setattr(
         socket.socket,
         "connect",
@@ -94,7 +94,7 @@ def check(found, language="en", tests=("en",)):
         assert pairs.premise.tolist() == [f'"{name} test premise {i}' for i in range(4)]
 
 
-def test_xnlis_official_files(tmp_path):
+def test_entailment_reader_loads_official_xnli(tmp_path):
     write_official(tmp_path / "xnli")
     found = load_entailment(own("xnli", test_languages=("es", "en")))
     check(found, tests=("es", "en"))
@@ -107,7 +107,7 @@ def test_xnlis_official_files(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_the_hubs_layout(tmp_path, shards):
+def test_entailment_reader_loads_hub_layout(tmp_path, shards):
     found = load_entailment(
         own(
             write_hub(tmp_path / "mine", shards=shards),
@@ -136,7 +136,7 @@ def test_the_hubs_layout(tmp_path, shards):
         ("csv", "dev"),
     ],
 )
-def test_flat_files(tmp_path, ending, valid):
+def test_entailment_reader_loads_flat_files(tmp_path, ending, valid):
     found = load_entailment(own(write_flat(tmp_path / "mine", ending, valid=valid)))
     check(found)
     assert (
@@ -144,7 +144,7 @@ def test_flat_files(tmp_path, ending, valid):
     )  # "en" is the recipe's word, not theirs
 
 
-def test_names_of_labels_and_a_column_of_languages(tmp_path):
+def test_entailment_reader_maps_labels_and_languages(tmp_path):
     def change(split, rows):
         rows = rows.assign(
             label=[PAIR_LABELS[i].upper() for i in rows.label], language="en"
@@ -159,7 +159,8 @@ def test_names_of_labels_and_a_column_of_languages(tmp_path):
     refused(own(folder, language="de"), r"no train pairs in de; there is en, es")
 
 
-def test_limits_are_a_fixed_choice_and_the_checksum_sees_everything(tmp_path):
+def test_entailment_reader_draws_reproducible_subset(tmp_path):
+    """Draw the same subset each time, and let the checksum depend on pairs and labels."""
     folder = write_flat(tmp_path / "mine", "csv")
     whole, few = (
         load_entailment(own(folder)),
@@ -177,7 +178,7 @@ def test_limits_are_a_fixed_choice_and_the_checksum_sees_everything(tmp_path):
     assert load_entailment(own(flipped)).checksum != whole.checksum
 
 
-def test_undecided_pairs_are_left_out_and_counted(tmp_path, caplog):
+def test_entailment_reader_skips_undecided_pairs(tmp_path, caplog):
     def change(split, rows):
         return rows.assign(label=["-", *rows.label[1:]])
 
@@ -234,11 +235,11 @@ def put(split, row, column, value):
         ),
     ],
 )
-def test_wrong_rows(tmp_path, change, message):
+def test_entailment_reader_rejects_invalid_rows(tmp_path, change, message):
     refused(own(write_flat(tmp_path / "mine", "csv", change=change)), message)
 
 
-def test_rows_are_named_by_their_number_in_the_file(tmp_path):
+def test_entailment_reader_names_row_of_file(tmp_path):
     folder = write_official(tmp_path / "mine")
     path = folder / "XNLI-1.0" / "xnli.test.tsv"
     path.write_text(path.read_text().replace("neutral", "netural"))
@@ -248,7 +249,7 @@ def test_rows_are_named_by_their_number_in_the_file(tmp_path):
     )  # the second of four in es
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_entailment_reader_rejects_unreadable_files(tmp_path):
     for ending, mark in (("csv", ","), ("tsv", "\t")):
         folder = write_flat(tmp_path / ending, ending)
         rows = [
@@ -275,7 +276,7 @@ def test_files_that_cannot_be_read(tmp_path):
     refused(own(folder), r"train\.parquet.*this is not a parquet file")
 
 
-def test_missing_data(tmp_path):
+def test_entailment_reader_rejects_missing_data(tmp_path):
     refused(own("nowhere/"), r"no folder .*nowhere$", DataNotFoundError)
     (tmp_path / "empty").mkdir()
     refused(
@@ -297,7 +298,7 @@ def test_missing_data(tmp_path):
     )
 
 
-def test_downloads_ask_the_hub_for_what_the_loader_reads(tmp_path, monkeypatch):
+def test_entailment_download_requests_needed_files(tmp_path, monkeypatch):
     asked = []
 
     def snapshot_download(repository, *, repo_type, allow_patterns, local_dir):
@@ -322,7 +323,7 @@ def test_downloads_ask_the_hub_for_what_the_loader_reads(tmp_path, monkeypatch):
 # --- the grammar ----------------------------------------------------------------------------------
 
 
-def test_templates_are_balanced_distinct_and_the_same_every_time():
+def test_templates_are_balanced_and_reproducible():
     found = load_entailment(recipe("demo", "templates"))
     parts = {"train": found.train, "valid": found.valid, "test": found.test["en"]}
     assert {name: len(pairs) for name, pairs in parts.items()} == {
@@ -353,7 +354,7 @@ WET, CLEAN = ["wet", "dry", "damp"], ["clean", "dirty", "dusty"]
 
 
 class World:
-    """Things with a kind, a colour, states and owners, and who does what to whom, all at random; judges sentences."""
+    """Random world of objects, kinds, colours, states, owners and actions that judges sentences."""
 
     def __init__(self, rng, leaves, spoken):
         # few kinds, colours and so on to a world, so that there are worlds with many, or none, of those spoken of
@@ -428,7 +429,7 @@ def _line(kind):
     }
 
 
-def test_labels_follow_from_what_the_words_mean():
+def test_template_labels_follow_word_meaning():
     rng = random.Random(0)
     leaves = [kind for kind in templates.PARENT_KIND if kind not in templates.SUBKINDS]
     for premise, hypothesis, label in random.Random(1).sample(
@@ -458,7 +459,7 @@ def in_all(column, value):
 
 
 def told(folder, **changes):
-    """Load pairs; return the facts by topic, and the data."""
+    """Load pairs, and return the facts by topic and the data."""
     data = load_entailment(own(folder, **changes))
     return "\n".join(f"{topic}: {text}" for topic, text in data.report.facts), data
 
@@ -546,7 +547,7 @@ FACTS = {  # change of the rows, what the recipe changes, facts
 
 
 @pytest.mark.parametrize("case", FACTS)
-def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
+def test_entailment_reader_reports_skipped_and_changed_pairs(case, tmp_path, caplog):
     change, changes, wanted = FACTS[case]
     folder = write_flat(tmp_path / "mine", "jsonl", change=change)
     with caplog.at_level("INFO"):
@@ -557,7 +558,7 @@ def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
     assert told(folder, **changes)[1].report.digest == data.report.digest
 
 
-def test_report_names_files_that_are_not_read(tmp_path):
+def test_entailment_reader_reports_ignored_files(tmp_path):
     folder = write_flat(tmp_path / "mine", "csv")
     write(
         folder,
@@ -577,7 +578,7 @@ def test_report_names_files_that_are_not_read(tmp_path):
     )
 
 
-def test_report_names_languages_in_folders_that_are_not_read(tmp_path):
+def test_entailment_reader_reports_ignored_languages(tmp_path):
     facts, _ = told(write_hub(tmp_path / "mine", ("en", "de", "fr")))
     assert "left out: train: pairs in de, fr; the recipe takes en" in facts
     assert "file .parquet" not in facts
@@ -586,7 +587,7 @@ def test_report_names_languages_in_folders_that_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     "folder", ["data", "plain_text", "default", "all_languages", "mnli", ""]
 )
-def test_folders_of_the_hub_that_are_no_languages_are_read(folder, tmp_path):
+def test_entailment_reader_accepts_hub_config_folders(folder, tmp_path):
     place = tmp_path / "mine" / folder
     place.mkdir(parents=True)
     for split in PAIRS:
@@ -597,7 +598,7 @@ def test_folders_of_the_hub_that_are_no_languages_are_read(folder, tmp_path):
     check_data(own(f"{tmp_path}/mine/"))
 
 
-def test_several_folders_of_the_hub_are_refused(tmp_path):
+def test_entailment_reader_rejects_several_hub_folders(tmp_path):
     for folder in ("data", "plain_text"):
         (tmp_path / "mine" / folder).mkdir(parents=True)
         for split in PAIRS:
@@ -607,13 +608,13 @@ def test_several_folders_of_the_hub_are_refused(tmp_path):
     refused(own(tmp_path / "mine"), r"several folders: data/, plain_text/; keep one")
 
 
-def test_parts_of_a_download_that_lack_are_refused(tmp_path):
+def test_entailment_reader_rejects_missing_shards(tmp_path):
     folder = write_hub(tmp_path / "mine", shards=3)
     (folder / "en" / "train-00001-of-00003.parquet").unlink()
     refused(own(folder), r"mine: en/ lacks part 1 of 3 of the train split")
 
 
-def test_official_files_twice_are_refused(tmp_path):
+def test_entailment_reader_rejects_duplicate_official_files(tmp_path):
     folder = write_official(tmp_path / "mine")
     shutil.copytree(folder / "XNLI-MT-1.0-part", folder / "XNLI-MT-1.0")
     refused(
@@ -623,7 +624,7 @@ def test_official_files_twice_are_refused(tmp_path):
 
 
 def all_languages(split, rows):
-    """Return XNLI's configuration all_languages: tables of languages for sentences."""
+    """Return XNLI's configuration all_languages, whose sentences are tables of languages."""
     return pd.DataFrame(
         {
             "premise": [
@@ -639,7 +640,7 @@ def all_languages(split, rows):
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
-def test_sentences_of_all_languages_in_a_row_are_read(ending, tmp_path):
+def test_entailment_reader_loads_all_languages_rows(ending, tmp_path):
     folder = write_flat(tmp_path / "mine", ending, change=all_languages)
     facts, found = told(folder)
     check(found)
@@ -652,7 +653,7 @@ def test_sentences_of_all_languages_in_a_row_are_read(ending, tmp_path):
     refused(own(folder, language="fr"), "no train pairs in fr; there is de, en")
 
 
-def test_columns_of_snli_are_read(tmp_path):
+def test_entailment_reader_accepts_snli_columns(tmp_path):
     names = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 
     def change(split, rows):
@@ -674,7 +675,7 @@ def test_columns_of_snli_are_read(tmp_path):
         ("contradiction", "entailment", "neutral"),
     ],
 )
-def test_names_of_labels_in_a_parquet_file_are_followed(order, tmp_path):
+def test_entailment_reader_follows_parquet_label_names(order, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     stored = {
@@ -693,7 +694,7 @@ def test_names_of_labels_in_a_parquet_file_are_followed(order, tmp_path):
     assert "labels 0, 1, 2" not in facts
 
 
-def test_labels_with_fractions_of_zero_are_read(tmp_path):
+def test_entailment_reader_accepts_whole_float_labels(tmp_path):
     folder = write_flat(
         tmp_path / "mine",
         "jsonl",
@@ -724,7 +725,7 @@ def test_labels_with_fractions_of_zero_are_read(tmp_path):
         (" \n", "is empty"),
     ],
 )
-def test_what_is_no_sentence_is_refused(column, value, message, tmp_path):
+def test_entailment_reader_rejects_non_text_sentences(column, value, message, tmp_path):
     def change(split, rows):
         rows = rows.astype(object)
         rows.at[2, column] = value
@@ -784,11 +785,11 @@ def shared(part, other, count):
         ),
     ],
 )
-def test_pairs_of_two_splits_are_refused(change, message, tmp_path):
+def test_entailment_reader_rejects_overlapping_splits(change, message, tmp_path):
     refused(own(write_flat(tmp_path / "mine", "jsonl", change=change)), message)
 
 
-def test_shared_pairs_of_xnli_are_counted(tmp_path):
+def test_entailment_reader_counts_shared_xnli_pairs(tmp_path):
     write_flat(tmp_path / "xnli", "jsonl", change=shared("test", "train", 2))
     facts, _ = told("xnli")
     assert "overlap: 2 of 6 test pairs are training pairs, too" in facts

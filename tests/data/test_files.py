@@ -1,4 +1,4 @@
-"""Files of data: every reader under damage, every kind of data given to every task, fingerprints, what is kept."""
+"""Data files: readers on damaged files, data of the wrong task, fingerprints and caching."""
 
 import gzip
 import io
@@ -120,7 +120,7 @@ LAYOUTS = {  # name -> task, its files
 
 
 def own_data(folder, files):
-    """Write files; return the data set's name."""
+    """Write files, and return the name of the data set."""
     write(folder / "mine", files)
     return "mine/g.npz" if list(files) == ["g.npz"] else "mine/"
 
@@ -129,7 +129,7 @@ def own_data(folder, files):
 
 
 class Code:
-    """What must never be unpickled."""
+    """Object whose unpickling fails the test."""
 
     def __reduce__(self):
         return (pytest.fail, ("code of a file ran",))
@@ -156,7 +156,7 @@ HALVES_MAY_BE_WHOLE = (".txt", ".csv", ".tsv", ".jsonl")
 
 
 def refusal(asked):
-    """What the loader says against the data; None where it loads."""
+    """Return the error message of the loader, or None if the data load."""
     try:
         LOAD[asked.task](asked)
     except (ValueError, DataNotFoundError) as error:
@@ -165,7 +165,8 @@ def refusal(asked):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_damaged_file_is_named_with_a_reason(layout, data_folder):
+def test_readers_name_damaged_files(layout, data_folder):
+    """Name every damaged file and the reason in one short line."""
     task, make = LAYOUTS[layout]
     files = make()
     dataset = own_data(data_folder, files)
@@ -197,7 +198,7 @@ def test_every_damaged_file_is_named_with_a_reason(layout, data_folder):
 
 
 def huge(shape, kind="|u1"):
-    """An .npz whose only member says that it is as large as ``shape``."""
+    """Return an .npz file whose only member claims the size of ``shape``."""
     out = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         out, {"descr": kind, "fortran_order": False, "shape": shape}
@@ -216,7 +217,7 @@ def _npy(array):
 
 
 def bomb():
-    """An image in a few bytes whose header says 40,000 x 40,000 pixels."""
+    """Return an image of a few bytes whose header claims 40,000 x 40,000 pixels."""
     whole = picture((1, 1))
     header = b"IHDR" + (40_000).to_bytes(4) * 2 + whole[24:29]
     return whole[:12] + header + zlib.crc32(header).to_bytes(4) + whole[33:]
@@ -241,7 +242,7 @@ def sparse(**changes):
 
 
 def masks(form):
-    """The split as masks of one form, of which the first is the split."""
+    """Return a graph whose first split is given as masks in one layout."""
     out = {}
     for name, part in (
         ("train", "train_idx"),
@@ -397,7 +398,7 @@ def changed(files, **contents):
         ),
     ],
 )
-def test_hostile_content_is_refused_with_its_reason(task, files, message, data_folder):
+def test_readers_reject_hostile_content(task, files, message, data_folder):
     dataset = own_data(data_folder, files())
     refused(message, LOAD[task], own(task, dataset))
 
@@ -410,7 +411,7 @@ def test_hostile_content_is_refused_with_its_reason(task, files, message, data_f
     [lambda m: m, lambda m: m.T, lambda m: m[0], lambda m: m[0].astype(float)],
     ids=["(splits, N)", "(N, splits)", "(N,)", "ones and zeros"],
 )
-def test_masks_of_every_form(form, data_folder):
+def test_graph_reader_accepts_mask_layouts(form, data_folder):
     found = load_graph(own("graph", own_data(data_folder, masks(form))))
     assert [found.train.tolist(), found.valid.tolist(), found.test.tolist()] == [
         [0, 1],
@@ -421,7 +422,7 @@ def test_masks_of_every_form(form, data_folder):
 
 
 @pytest.mark.parametrize("size", [16, 72])  # in memory and from disk
-def test_classes_of_val_are_numbered_by_those_of_train(size, data_folder):
+def test_image_reader_numbers_validation_classes_by_training(size, data_folder):
     dataset = own_data(data_folder, image_folder(("a", "b", "c"), ("b", "c")))
     found = load_images(
         own("image", dataset, size=size, valid_images=0, train_images=None)
@@ -434,7 +435,7 @@ def test_classes_of_val_are_numbered_by_those_of_train(size, data_folder):
 
 
 @pytest.mark.parametrize("size", [16, 72])
-def test_who_guesses_says_the_commonest_class_of_the_test_data(size, data_folder):
+def test_read_whole_returns_majority_class_accuracy(size, data_folder):
     files = {
         name: file
         for name, file in image_folder().items()
@@ -445,7 +446,7 @@ def test_who_guesses_says_the_commonest_class_of_the_test_data(size, data_folder
     ) == pytest.approx(4 / 6)
 
 
-def test_labels_in_a_column_and_as_whole_floats(data_folder):
+def test_image_reader_accepts_column_and_float_labels(data_folder):
     found = load_images(
         own(
             "image",
@@ -460,7 +461,7 @@ def test_labels_in_a_column_and_as_whole_floats(data_folder):
     ]
 
 
-def test_pictures_of_every_kind_become_rgb(tmp_path):
+def test_rgb_converts_image_modes(tmp_path):
     ramp = (np.arange(256, dtype=np.uint16) * 256 + 7).reshape(16, 16)
     Image.fromarray(ramp).save(tmp_path / "deep.png")
     with Image.open(tmp_path / "deep.png") as deep:
@@ -492,7 +493,7 @@ def test_pictures_of_every_kind_become_rgb(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
+def test_task_of_data_follows_layout(layout, data_folder):
     right, make = LAYOUTS[layout]
     dataset = own_data(data_folder, make())
     assert task_for_data(dataset) == right
@@ -545,7 +546,8 @@ VOC = "Pascal VOC's layout: Annotations/<id>.xml, JPEGImages"
         ("karate.gml", "numpy.savez"),
     ],
 )
-def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
+def test_task_of_data_rejects_unknown_layouts(file, way, data_folder):
+    """Suggest the nearest layout in a short error message."""
     write(data_folder / "mine", dict.fromkeys(file.split(), b""))
     with pytest.raises(
         ValueError,
@@ -556,7 +558,7 @@ def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
     refused(way, check_data, own("graph", "mine/"))
 
 
-def test_what_is_misnamed_is_said(data_folder):
+def test_task_of_data_names_misspelt_parts(data_folder):
     np.savez(data_folder / "mine.npz", x=np.ones((3, 2)), y=np.arange(3))
     refused(
         r"mine\.npz is not .*; found the array x, the array y\. .*edge_index",
@@ -578,7 +580,7 @@ def test_what_is_misnamed_is_said(data_folder):
     )
 
 
-def test_all_wrong_files_are_named_at_once(data_folder):
+def test_readers_name_all_wrong_files(data_folder):
     files = {
         n: b"" if n[:6] == "train/" and n[-5] in "12" else f
         for n, f in image_folder(counts=(12, 4)).items()
@@ -596,7 +598,7 @@ def test_all_wrong_files_are_named_at_once(data_folder):
 
 
 @pytest.mark.parametrize("task", EXPERIMENTS)
-def test_own_data_that_is_not_there(task):
+def test_check_data_rejects_missing_user_data(task):
     for dataset in ("nowhere/", "nowhere.npz", "nowhere.txt"):
         refused(
             r"there is no file or folder .*nowhere",
@@ -607,7 +609,7 @@ def test_own_data_that_is_not_there(task):
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_named_data_that_is_not_there(dataset, data_folder):
+def test_check_data_suggests_download_command(dataset, data_folder):
     found = DATASETS[dataset]
     asked = recipe(
         next(
@@ -638,7 +640,7 @@ def test_named_data_that_is_not_there(dataset, data_folder):
 @pytest.mark.parametrize(
     "layout", ["graph in an archive", "images in archives", "folders of images"]
 )
-def test_a_changed_file_is_another_fingerprint(layout, data_folder):
+def test_fingerprint_changes_with_files(layout, data_folder):
     task, make = LAYOUTS[layout]
     files = make()
     asked = own(task, own_data(data_folder, files))
@@ -656,7 +658,7 @@ def test_a_changed_file_is_another_fingerprint(layout, data_folder):
     assert fingerprint(asked) != before
 
 
-def test_files_behind_links_count(data_folder):
+def test_fingerprint_follows_links(data_folder):
     asked = own("image", own_data(data_folder, image_folder()))
     folder = data_folder / "mine" / "train" / "a"
     folder.rename(data_folder / "elsewhere")
@@ -666,9 +668,7 @@ def test_files_behind_links_count(data_folder):
     assert fingerprint(asked) != before
 
 
-def test_what_was_loaded_is_loaded_again_when_anything_changed(
-    data_folder, tmp_path_factory, monkeypatch
-):
+def test_load_once_reloads_after_changes(data_folder, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(loading, "_last", {})
     task, make = LAYOUTS["text"]
     files = make()
@@ -709,7 +709,7 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(
         ((350, 100), 400, (350, 40)),
     ],
 )
-def test_sizes_follow_ones_own_data(wanted, there, sizes):
+def test_split_sizes_shrink_for_small_data(wanted, there, sizes):
     asked = own("image", "mine/", train_images=wanted[0], valid_images=wanted[1])
     assert split_sizes(asked, there) == sizes
     used, held = sizes
@@ -727,7 +727,7 @@ def test_sizes_follow_ones_own_data(wanted, there, sizes):
 
 
 @pytest.mark.parametrize("size", [16, 72])
-def test_a_small_folder_is_used_whole_and_says_so(size, data_folder):
+def test_image_reader_uses_small_folder_whole(size, data_folder):
     found = load_images(own("image", own_data(data_folder, image_folder()), size=size))
     assert (len(found.train), len(found.valid), len(found.test)) == (7, 1, 8)
     assert found.title.endswith("7 training and 1 validation images")

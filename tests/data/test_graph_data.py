@@ -1,4 +1,4 @@
-"""Loaders of graphs: every layout that is documented, and what happens when its content is wrong."""
+"""Graph readers: every documented layout, and the errors for invalid content."""
 
 import io
 import pickle
@@ -43,7 +43,7 @@ def write_npz(folder, **changes):
 
 
 @pytest.mark.parametrize("self_loops", [False, True])
-def test_edges_are_those_of_a_dense_matrix(self_loops):
+def test_bidirected_matches_dense_matrix(self_loops):
     source, destination = (
         np.random.default_rng(0).integers(0, 50, (2, 400)).astype(np.uint64)
     )  # of any kind
@@ -59,7 +59,7 @@ def test_edges_are_those_of_a_dense_matrix(self_loops):
 # --- layouts --------------------------------------------------------------------------------------
 
 
-def test_an_archive(tmp_path):
+def test_graph_reader_loads_npz_archive(tmp_path):
     a = arrays()
     found = load_graph(own(write_npz(tmp_path), self_loops=True, standardize=False))
     assert found.title == "own graph (g)"
@@ -77,7 +77,8 @@ def test_an_archive(tmp_path):
     torch.testing.assert_close(standardized.std(0, correction=0), torch.ones(4))
 
 
-def test_sparse_features_and_other_names(tmp_path):
+def test_graph_reader_accepts_sparse_features(tmp_path):
+    """Accept sparse features and alternative names of arrays."""
     a = arrays()
     sparse = scipy.sparse.csr_matrix((a["features"] > 0).astype(np.float32))
     csr = {
@@ -104,7 +105,7 @@ def test_sparse_features_and_other_names(tmp_path):
     )
 
 
-def test_a_graph_without_a_split_is_cut_and_says_so(tmp_path):
+def test_graph_reader_draws_missing_split(tmp_path):
     a = arrays()
     a["labels"][7] = -1
     given = {
@@ -126,7 +127,7 @@ def test_a_graph_without_a_split_is_cut_and_says_so(tmp_path):
     )
 
 
-def test_planetoid(tmp_path):
+def test_graph_reader_loads_planetoid(tmp_path):
     found = load_graph(
         own(write(tmp_path / "p", planetoid()), standardize=False, self_loops=False)
     )
@@ -138,7 +139,7 @@ def test_planetoid(tmp_path):
     assert found.graph.in_degrees.tolist() == [2] * 10
 
 
-def test_embedded_digits():
+def test_graph_reader_loads_embedded_digits():
     found = load_graph(recipe("smoke", "digits-graph"))
     assert torch.bincount(found.labels[found.train]).tolist() == [5] * 10
     assert (len(found.labels), found.title[:47]) == (
@@ -147,7 +148,7 @@ def test_embedded_digits():
     )
 
 
-def test_stand_ins_have_the_shapes_of_the_data():
+def test_random_graph_has_dataset_shapes():
     found = random_graph(recipe("paper", "ogbn-arxiv"))
     assert found.features.shape == (169_343, 128)
     assert "random" in found.title
@@ -158,7 +159,7 @@ def test_stand_ins_have_the_shapes_of_the_data():
 
 @pytest.fixture
 def arxiv(data_folder, monkeypatch):
-    """A small data set in the real layout of ogbn-arxiv, with counts of its own."""
+    """Write a small data set in the layout of ogbn-arxiv, and adapt the official counts."""
     monkeypatch.setitem(
         graph_readers.OFFICIAL_COUNTS, "ogbn-arxiv", (NODES, 150, 4, 40)
     )
@@ -166,7 +167,7 @@ def arxiv(data_folder, monkeypatch):
 
 
 class Bomb:
-    """Code in a pickle: it makes a file where it is loaded."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -175,7 +176,8 @@ class Bomb:
         return (open, (str(self.path), "w"))
 
 
-def test_ogb(arxiv, tmp_path):
+def test_graph_reader_loads_ogb_folder(arxiv, tmp_path):
+    """Load the raw files, and execute no pickle of the processed ones."""
     for name in (
         "data_processed",
         "dgl_data_processed",
@@ -204,7 +206,7 @@ def test_ogb(arxiv, tmp_path):
     )
 
 
-def test_what_is_not_ogbs_is_refused(arxiv, monkeypatch):
+def test_graph_reader_rejects_unofficial_ogb(arxiv, monkeypatch):
     asked = recipe("paper", "ogbn-arxiv")
     write(arxiv, {"raw/node-label.csv.gz": table(np.full(NODES, 40))})
     refused(asked, "labels must be below 40, got 40")
@@ -217,7 +219,7 @@ def test_what_is_not_ogbs_is_refused(arxiv, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ogbs_evaluator_says_nothing_and_asks_no_network():
+def test_ogb_evaluator_is_silent_and_offline():
     code = (
         "import socket, builtins\n"
         "def refuse(*a, **k): raise AssertionError('network or input')\n"
@@ -232,7 +234,7 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
     )
 
 
-def test_evaluator_of_ogb_agrees_with_ours():
+def test_ogb_evaluator_matches_accuracy():
     rng = np.random.default_rng(0)
     labels, predicted = rng.integers(0, 4, (2, 100))
     found = graph_readers.ogb_evaluator("ogbn-arxiv").eval(
@@ -242,7 +244,7 @@ def test_evaluator_of_ogb_agrees_with_ours():
 
 
 def zipped(folder, **more):
-    """What OGB's server has: the folder in an archive, under another name."""
+    """Return the archive of OGB's server: the folder under a different name."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as z:
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -252,9 +254,8 @@ def zipped(folder, **more):
     return packed.getvalue()
 
 
-def test_a_download_of_ogb_is_https_and_the_same_as_the_first(
-    arxiv, tmp_path, monkeypatch
-):
+def test_ogb_download_uses_https_and_safe_paths(arxiv, tmp_path, monkeypatch):
+    """Download over HTTPS, extract no path outside the folder, and reject a changed archive."""
     served = {
         "": zipped(
             arxiv,
@@ -297,7 +298,7 @@ def test_a_download_of_ogb_is_https_and_the_same_as_the_first(
 
 @pytest.mark.parametrize("name", ["edge_index", "edges"])
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_edges_come_in_either_shape_under_either_name(name, count, tmp_path):
+def test_graph_reader_accepts_edge_layouts(name, count, tmp_path):
     pairs = np.stack([np.arange(count), np.arange(count) + 5], axis=1)
     expected = to_bidirected(
         *pairs.T, NODES, recipe("smoke", "digits-graph").self_loops
@@ -387,11 +388,11 @@ def changed(name, index, value):
         ),
     ],
 )
-def test_wrong_content_of_an_archive(tmp_path, changes, message):
+def test_graph_reader_rejects_invalid_arrays(tmp_path, changes, message):
     refused(own(write_npz(tmp_path, **changes)), message)
 
 
-def test_integer_features_and_missing_labels_are_welcome(tmp_path):
+def test_graph_reader_accepts_integers_and_missing_labels(tmp_path):
     labels, outside = arrays()["labels"].astype(float), arrays()["valid_idx"]
     labels[outside] = np.nan
     features = np.arange(NODES * 2).reshape(NODES, 2)
@@ -422,7 +423,7 @@ def test_integer_features_and_missing_labels_are_welcome(tmp_path):
         ),
     ],
 )
-def test_wrong_folders(tmp_path, file, content, message):
+def test_graph_reader_rejects_invalid_ogb_folders(tmp_path, file, content, message):
     files = {**ogb_folder(arrays()), file: content}
     write(
         tmp_path / "mine",
@@ -431,7 +432,7 @@ def test_wrong_folders(tmp_path, file, content, message):
     refused(own(tmp_path / "mine"), message)
 
 
-def test_what_is_not_there(tmp_path):
+def test_graph_reader_rejects_missing_files(tmp_path):
     for dataset, message in (
         (tmp_path / "no.npz", "no file"),
         (tmp_path / "no" / "folder", "no file or folder"),
@@ -445,7 +446,7 @@ def test_what_is_not_there(tmp_path):
 
 
 def reached(name, value):
-    """Planetoid's files with one of them replaced; ``value`` may be a function of what it holds."""
+    """Return Planetoid files with one replaced; a callable ``value`` receives its content."""
     files = planetoid()
     key = f"ind.tiny.{name}"
     if callable(value):
@@ -616,13 +617,13 @@ WRONG_PICKLES = {
 
 
 @pytest.mark.parametrize("case", WRONG_PICKLES)
-def test_wrong_planetoid_file_is_refused_with_its_reason(case, tmp_path):
+def test_graph_reader_rejects_invalid_planetoid_files(case, tmp_path):
     name, value, message = WRONG_PICKLES[case]
     refused(own(write(tmp_path / "p", reached(name, value))), message)
 
 
-def test_planetoid_nodes_without_rows_are_a_fact(tmp_path):
-    """CiteSeer's test.index leaves out numbers that no file describes."""
+def test_graph_reader_reports_undescribed_planetoid_nodes(tmp_path):
+    """Report nodes that no file describes, as CiteSeer's test.index leaves out numbers."""
     folder = write(tmp_path / "p", {**planetoid(), "ind.tiny.test.index": b"8\n7\n11"})
     found = load_graph(own(folder, standardize=False))
     assert (len(found.labels), found.test.tolist()) == (12, [7, 8, 11])
@@ -633,7 +634,7 @@ def test_planetoid_nodes_without_rows_are_a_fact(tmp_path):
     )
 
 
-def test_several_planetoid_graphs_in_a_folder_are_refused(tmp_path):
+def test_graph_reader_rejects_several_planetoid_graphs(tmp_path):
     files = planetoid()
     both = {
         **files,
@@ -649,7 +650,7 @@ def test_several_planetoid_graphs_in_a_folder_are_refused(tmp_path):
 
 
 def told(path, **changes):
-    """Load a graph; return the facts by topic, and the data."""
+    """Load a graph, and return the facts by topic and the data."""
     data = load_graph(
         own(path, **{"standardize": False, "self_loops": False, **changes})
     )
@@ -657,7 +658,7 @@ def told(path, **changes):
 
 
 def with_labels(values):
-    """Return labels some of which are others, and no node twice."""
+    """Return labels with some training labels replaced by ``values``."""
     labels = arrays()["labels"].copy()
     labels[arrays()["train_idx"][: len(values)]] = values
     return {"labels": labels}
@@ -863,7 +864,7 @@ FACTS = {  # arrays, what the recipe changes, facts
 
 
 @pytest.mark.parametrize("case", FACTS)
-def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
+def test_graph_reader_reports_skipped_and_changed_data(case, tmp_path, caplog):
     changes, asked, wanted = FACTS[case]
     plain, _ = told(write_npz(tmp_path))
     assert not any(words in plain for words in wanted)
@@ -877,7 +878,7 @@ def test_report_tells_what_was_left_out_or_changed(case, tmp_path, caplog):
     assert str(tmp_path) not in facts
 
 
-def test_arrays_of_python_objects_are_not_read(tmp_path):
+def test_graph_reader_never_unpickles_object_arrays(tmp_path):
     objects = np.array([{"a": 1}], dtype=object)
     assert (
         "left out: the array meta: it holds Python objects"
@@ -889,7 +890,7 @@ def test_arrays_of_python_objects_are_not_read(tmp_path):
     )
 
 
-def test_report_counts_entries_of_sparse_features_given_twice(tmp_path):
+def test_graph_reader_reports_duplicate_sparse_entries(tmp_path):
     csr = {
         "feat_indptr": np.minimum(np.arange(61) * 3, 90),
         "feat_indices": np.array([0, 2, 2] * 30),
@@ -914,7 +915,7 @@ def test_report_counts_entries_of_sparse_features_given_twice(tmp_path):
     )
 
 
-def test_report_names_files_of_ogbs_folder_that_are_not_read(tmp_path):
+def test_graph_reader_reports_ignored_ogb_files(tmp_path):
     more = (
         "raw/edge-feat.csv.gz",
         "raw/node_year.csv.gz",
@@ -935,7 +936,7 @@ def test_report_names_files_of_ogbs_folder_that_are_not_read(tmp_path):
     assert "split: that of split/time" in facts
 
 
-def test_graph_of_several_types_in_ogbs_layout_is_refused(tmp_path):
+def test_graph_reader_rejects_heterogeneous_ogb(tmp_path):
     write(
         tmp_path / "mag",
         {"raw/triplet-type-list.csv.gz": b"", "raw/relations/a/edge.csv.gz": b""},
@@ -946,7 +947,7 @@ def test_graph_of_several_types_in_ogbs_layout_is_refused(tmp_path):
     )
 
 
-def test_half_unpacked_ogb_names_the_command(arxiv, tmp_path):
+def test_graph_reader_names_download_for_incomplete_ogb(arxiv, tmp_path):
     asked = recipe("paper", "ogbn-arxiv")
     write(tmp_path / "ogbn_arxiv_dgl", ogb_folder(arrays()))
     assert "the folder ogbn_arxiv/: ogbn_arxiv_dgl/ is read" in str(

@@ -49,7 +49,7 @@ def small(dataset, **changes):
 
 
 @pytest.mark.parametrize("store", ["image_digits", "deficit_digits"])
-def test_digits_are_split_as_they_were_for_the_committed_rows(store):
+def test_digits_split_matches_committed_rows(store):
     row = json.loads((results_dir() / f"{store}.jsonl").read_text().splitlines()[0])
     images = load_images(RunSpec.from_dict(row["spec"]).recipe)
     assert (images.checksum, images.classes) == (row["data_checksum"], 10)
@@ -67,7 +67,7 @@ def batches_of(images, seed=0, start=0, **changes):
     return array_batches(ArrayImages(images, labels), holder, r, seed, CPU, start)
 
 
-def test_an_epoch_holds_every_image_once_and_the_last_batch_is_small():
+def test_image_batches_cover_each_epoch_once():
     images = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(10, 1, 6, 6)
     batches = list(itertools.islice(batches_of(images), 6))
     for (
@@ -82,7 +82,7 @@ def test_an_epoch_holds_every_image_once_and_the_last_batch_is_small():
     assert len(numbers[2]) == 2
 
 
-def test_every_offset_is_as_likely_as_the_others_and_so_is_a_mirror():
+def test_image_batches_crop_and_mirror_uniformly():
     image = torch.randint(0, 256, (1, 6, 6), dtype=torch.uint8)
     x, _ = next(batches_of(image.expand(2500, 1, 6, 6), batch=2500))
     padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
@@ -108,7 +108,7 @@ def test_every_offset_is_as_likely_as_the_others_and_so_is_a_mirror():
 
 
 def write_cifar10(folder, monkeypatch):
-    """Write CIFAR-10's pickles with few images, and tell torchvision their checksums instead of the official ones."""
+    """Write pickles of CIFAR-10 with few images, and replace torchvision's official checksums."""
     base = folder / "cifar-10-batches-py"
     base.mkdir()
     rng = np.random.default_rng(0)
@@ -135,7 +135,7 @@ def write_cifar10(folder, monkeypatch):
     )
 
 
-def test_cifar_through_torchvision(data_folder, monkeypatch):
+def test_image_reader_loads_cifar10(data_folder, monkeypatch):
     write_cifar10(data_folder, monkeypatch)
     images = load_images(small("cifar10", size=32, valid_images=5))
     assert [len(s) for s in (images.train, images.valid, images.test)] == [45, 5, 10]
@@ -156,7 +156,7 @@ def test_cifar_through_torchvision(data_folder, monkeypatch):
     assert shrunk.checksum != images.checksum
 
 
-def test_damaged_cifar_is_refused(data_folder, monkeypatch):
+def test_image_reader_rejects_damaged_cifar10(data_folder, monkeypatch):
     write_cifar10(data_folder, monkeypatch)
     (data_folder / "cifar-10-batches-py" / "test_batch").write_bytes(b"damaged")
     refused(
@@ -175,7 +175,7 @@ def image_files(folder, size=20):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_archives(packed, data_folder):
+def test_image_reader_loads_archives(packed, data_folder):
     folder = write(data_folder / "mine", image_archives(packed, test_part="val"))
     by_folder = load_images(small("mine/", size=8))
     by_name = load_images(small("mine/train.npz,mine/val.npz", size=8))
@@ -189,7 +189,7 @@ def test_archives(packed, data_folder):
             )
 
 
-def test_a_folder_with_train_and_test_is_read(data_folder):
+def test_image_reader_loads_train_test_folders(data_folder):
     image_files(data_folder / "pets")
     images = load_images(small("pets/", size=16))
     assert (images.train.images.shape, images.classes) == ((10, 3, 16, 16), 2)
@@ -203,9 +203,8 @@ def test_a_folder_with_train_and_test_is_read(data_folder):
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
 @pytest.mark.parametrize("place", ["pets/", "pets/train/"])
-def test_of_classes_without_a_split_every_fifth_picture_is_tested_on(
-    size, place, data_folder
-):
+def test_image_reader_holds_out_every_fifth(size, place, data_folder):
+    """Hold out every fifth image of each class if there is no split."""
     write(data_folder / place, class_folders(10))
     data = load_images(small("pets/", size=size))
     assert "own images (pets), a fifth drawn to test on" in data.title
@@ -223,7 +222,7 @@ def test_of_classes_without_a_split_every_fifth_picture_is_tested_on(
 
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
-def test_some_of_the_test_images_of_folders_are_of_all_classes(size, data_folder):
+def test_image_test_subset_covers_all_classes(size, data_folder):
     names = [f"kind{i}" for i in range(4)]
     write(data_folder / "pets", image_folder(names, names, (4, 16)))
     some = load_images(small("pets/", size=size, test_images=20)).test
@@ -234,7 +233,7 @@ def test_some_of_the_test_images_of_folders_are_of_all_classes(size, data_folder
     assert labels.bincount(minlength=4).min() >= 2
 
 
-def test_some_of_the_test_images_in_mixed_order_are_the_first(data_folder):
+def test_image_test_subset_keeps_file_order(data_folder):
     write(data_folder / "mine", image_archives())
     whole, some = (
         load_images(small("mine/", size=8, test_images=n)).test for n in (None, 4)
@@ -242,7 +241,7 @@ def test_some_of_the_test_images_in_mixed_order_are_the_first(data_folder):
     assert torch.equal(some.images, whole.images[:4])
 
 
-def test_what_a_mac_puts_beside_a_picture_is_none(data_folder):
+def test_image_reader_ignores_macos_files(data_folder):
     image_files(data_folder / "pets")
     before = load_images(small("pets/", size=16)).checksum
     write(
@@ -253,7 +252,8 @@ def test_what_a_mac_puts_beside_a_picture_is_none(data_folder):
     assert load_images(small("pets/", size=16)).checksum == before
 
 
-def test_classes_too_small_to_draw_from_and_a_split_without_train(data_folder):
+def test_image_reader_rejects_small_classes(data_folder):
+    """Reject classes too small to draw a test part from, and a split without training data."""
     write(data_folder / "pets", class_folders(4))
     refused(
         r"pets: no class has the five images of which one is tested on",
@@ -267,14 +267,15 @@ def test_classes_too_small_to_draw_from_and_a_split_without_train(data_folder):
         load_images(small("pets/", size=16))
 
 
-def test_a_broken_picture_on_disk_is_found_before_training(data_folder):
+def test_image_reader_rejects_broken_file_early(data_folder):
+    """Find a broken image before training starts."""
     image_files(data_folder / "pets", size=80)
     path = next((data_folder / "pets/val").glob("*/*"))
     path.write_bytes(path.read_bytes()[:200])
     refused(re.escape(f"{path} cannot be read"), load_images, small("pets/", size=80))
 
 
-def test_image_folder_from_disk_resumes(data_folder):
+def test_image_folder_batches_resume_exactly(data_folder):
     image_files(data_folder / "pets", size=80)
     r = small("pets/", size=72, crop="resized", flip=True)
     images = load_images(r)
@@ -304,7 +305,7 @@ def test_image_folder_from_disk_resumes(data_folder):
     assert pixel.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_imagenet_in_its_real_layout(data_folder):
+def test_image_reader_loads_imagenet_layout(data_folder):
     root = data_folder / "imagenet"
     image_files(root, size=80)
     for split in ("train", "val"):
@@ -385,13 +386,14 @@ def two(*labels):
         ),
     ],
 )
-def test_bad_data_is_named(dataset, files, error, message, data_folder):
+def test_image_reader_names_invalid_data(dataset, files, error, message, data_folder):
     write(data_folder, files)
     refused(message, load_images, small(dataset, size=8), error=error)
 
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and read from disk
-def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
+def test_image_reader_rejects_single_or_equal_folders(size, data_folder):
+    """Reject folders of one class, and a training folder equal to the test folder."""
     image_files(data_folder / "pets")
     for split in ("train", "val"):
         shutil.copytree(
@@ -438,7 +440,7 @@ def noise(seed, size=(20, 24)):
 
 
 def pets(seed=0, kind="PNG", make=None):
-    """Twelve images of two classes."""
+    """Return twelve images of two classes."""
     names = [f"{name}/{i}.{kind.lower()}" for name in ("cat", "dog") for i in range(6)]
     make = make or (lambda seed: saved(noise(seed), kind))
     return {name: make(seed + number) for number, name in enumerate(names)}
@@ -453,7 +455,7 @@ def split_pets():
 
 
 def deep(high, kind="PNG", dtype=np.uint16):
-    """Return a maker of grey images of 16 bits with values up to a limit."""
+    """Return a factory of 16-bit grey images with values up to a limit."""
 
     def make(seed):
         values = (
@@ -467,7 +469,7 @@ def deep(high, kind="PNG", dtype=np.uint16):
 
 
 def deep_colours(high):
-    """Return a maker of PNG files of 16 bits per channel, which Pillow cannot write."""
+    """Return a factory of PNG files with 16 bits per channel, which Pillow cannot write."""
 
     def chunk(name, content):
         return (
@@ -503,7 +505,7 @@ def pages(kind):
 
 
 def loosely(*names):
-    """Files of these names that hold an image."""
+    """Return image files of these names."""
     return {name: saved(noise(200 + i)) for i, name in enumerate(names)}
 
 
@@ -695,7 +697,7 @@ def facts_of(found):
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
 @pytest.mark.parametrize("case", FACTS)
-def test_report_of_images_names_what_is_left_out_or_changed(case, size, data_folder):
+def test_image_reader_reports_skipped_and_changed_files(case, size, data_folder):
     files, words = FACTS[case]
     found = loaded(data_folder, size, files())
     facts = facts_of(found)
@@ -781,14 +783,14 @@ ERRORS = {  # what is there -> its files, what the error must say
 
 @pytest.mark.parametrize("size", [16, 80])
 @pytest.mark.parametrize("case", ERRORS)
-def test_images_that_cannot_be_read_rightly_are_refused(case, size, data_folder):
+def test_image_reader_rejects_ambiguous_images(case, size, data_folder):
     files, message = ERRORS[case]
     with pytest.raises(ValueError, match=message):
         loaded(data_folder, size, files())
 
 
-def test_every_class_of_12_bits_is_scaled_by_the_largest_value_of_all(data_folder):
-    """One dark image keeps its distance to the others: the scale is that of the data set."""
+def test_image_reader_scales_depth_by_dataset(data_folder):
+    """Scale 12-bit images by the largest value of the data set, so that dark images stay dark."""
     files = pets(make=deep(4095)) | {"cat/0.png": deep(500)(0)}
     found = loaded(data_folder, 80, files)
     (index,) = (
@@ -807,7 +809,7 @@ def test_every_class_of_12_bits_is_scaled_by_the_largest_value_of_all(data_folde
     ("kind", "ending"),
     [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("TIFF", "tif")],
 )
-def test_open_rgb_turns_pictures_as_viewers_do(orientation, kind, ending, tmp_path):
+def test_open_rgb_applies_exif_orientation(orientation, kind, ending, tmp_path):
     image = Image.new("RGB", (48, 32))
     image.paste((255, 255, 255), (0, 0, 16, 16))
     path = tmp_path / f"a.{ending}"
@@ -822,7 +824,7 @@ def test_open_rgb_turns_pictures_as_viewers_do(orientation, kind, ending, tmp_pa
         assert open_rgb(path, turn=False).size == image.size
 
 
-def test_broken_exif_data_does_not_turn_or_stop_a_picture(tmp_path):
+def test_open_rgb_ignores_broken_exif(tmp_path):
     (tmp_path / "a.png").write_bytes(saved(noise(0), exif=b"Exif\0\0II*\0garbage"))
     assert np.array_equal(
         np.asarray(open_rgb(tmp_path / "a.png")), np.asarray(noise(0))
@@ -830,9 +832,10 @@ def test_broken_exif_data_does_not_turn_or_stop_a_picture(tmp_path):
     assert inspect_image_file(tmp_path / "a.png").has_damaged_exif
 
 
-def test_links_in_circles_and_pipes_are_left_out_and_links_to_nowhere_missed(
+def test_image_reader_skips_circular_links_and_pipes(
     data_folder,
 ):
+    """Skip circular links and pipes, and reject links to missing files."""
     folder = write(data_folder / "pets", pets()) / "cat"
     (folder / "around").symlink_to(data_folder / "pets")
     (folder / "itself.png").symlink_to(folder / "itself.png")
@@ -847,7 +850,7 @@ def test_links_in_circles_and_pipes_are_left_out_and_links_to_nowhere_missed(
 
 
 def archives(copied, rows=20, **more):
-    """Return archives whose test images are ``copied`` training images and others."""
+    """Return archives whose test images contain ``copied`` training images."""
     rng = np.random.default_rng(0)
     train, new = (
         rng.integers(0, 256, (rows, 8, 8, 3), dtype=np.uint8) for _ in range(2)
@@ -860,7 +863,8 @@ def archives(copied, rows=20, **more):
     }
 
 
-def test_archives_count_a_few_copies_and_refuse_more(data_folder):
+def test_image_archives_reject_many_copies(data_folder):
+    """Count a few copies between the splits, and reject more."""
     facts = facts_of(loaded(data_folder, 8, archives(2)))
     assert (
         "overlap: 2 of 20 test images have the pixels of a training or validation image at 8 x 8"
@@ -879,7 +883,7 @@ def test_archives_count_a_few_copies_and_refuse_more(data_folder):
     )
 
 
-def test_report_of_archives_names_arrays_files_and_labels(data_folder):
+def test_image_archives_report_arrays_and_labels(data_folder):
     files = archives(0, class_names=np.array(["a", "b"]), meta=np.zeros(3)) | {
         "more.npz": b"x",
         "sub/a.txt": b"",
@@ -900,7 +904,7 @@ def test_report_of_archives_names_arrays_files_and_labels(data_folder):
         assert word in facts, facts
 
 
-def test_archives_of_one_name_are_told_apart(data_folder):
+def test_image_archives_of_equal_name_stay_separate(data_folder):
     def packed(*seeds):
         pictures = [deep(4095 if seed else 1000)(seed) for seed in seeds]
         raw, offsets = (
@@ -919,7 +923,7 @@ def test_archives_of_one_name_are_told_apart(data_folder):
 
 
 @pytest.mark.parametrize("size", [20, 80])
-def test_validation_pictures_that_are_copies_are_counted(size, data_folder):
+def test_image_reader_counts_validation_copies(size, data_folder):
     files = split_pets()
     files |= {f"train/cat/copy{i}.png": files["train/cat/0.png"] for i in range(20)}
     found = loaded(data_folder, size, files, valid_images=10)
@@ -931,7 +935,7 @@ def test_validation_pictures_that_are_copies_are_counted(size, data_folder):
     )
 
 
-def test_identical_files_are_found_by_their_whole_content(tmp_path):
+def test_repeated_files_compares_whole_content(tmp_path):
     contents = {
         "a": b"x" * 900,
         "b": b"x" * 900,
@@ -953,7 +957,7 @@ def test_identical_files_are_found_by_their_whole_content(tmp_path):
     assert duplicate_files(others) == {paths["c"]: paths["b"]}
 
 
-def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):
+def test_image_archives_orient_and_scale_packed_images(data_folder):
     def packed(pictures):
         offsets = np.cumsum([0, *map(len, pictures)])
         raw = np.frombuffer(b"".join(pictures), np.uint8)
@@ -982,7 +986,7 @@ def test_packed_pictures_are_turned_and_scaled_as_those_in_folders(data_folder):
     assert found.train.images.max() > 250
 
 
-def test_notices_are_logged_once_per_load(data_folder, caplog):
+def test_image_reader_logs_notices_once(data_folder, caplog):
     with caplog.at_level("INFO", logger="cpt_lab.data.images"):
         found = loaded(data_folder, 16, pets() | {"cat/a.heic": b"x"})
     logged = [record.getMessage() for record in caplog.records]
@@ -990,16 +994,14 @@ def test_notices_are_logged_once_per_load(data_folder, caplog):
     assert any("1 file .heic" in line for line in logged)
 
 
-def test_labels_may_be_many_where_samples_are_too():
+def test_class_count_allows_many_classes():
     assert class_count("x", np.arange(20_000)) == 20_000
     assert class_count("x", np.array([0, 9_999])) == 10_000
     refused("x: label 20000 of 20000", class_count, "x", np.arange(1, 20_001))
 
 
-def test_a_download_goes_through_torchvision_or_says_what_there_is(
-    data_folder, tmp_path_factory, monkeypatch
-):
-    """The archive comes from a server on the loopback; transport, checksum and unpacking are torchvision's."""
+def test_cifar10_download_uses_torchvision(data_folder, tmp_path_factory, monkeypatch):
+    """Download from a loopback server with torchvision's transport, checksum and unpacking."""
     source = tmp_path_factory.mktemp("server")
     write_cifar10(source, monkeypatch)
     archive = source / "cifar-10-python.tar.gz"

@@ -1,4 +1,4 @@
-"""Pickles of arrays: what is read is what pickle reads, nothing that a file names runs, and no content is trusted."""
+"""Safe reading of pickled arrays: equal to pickle, without running code or trusting content."""
 
 import operator
 import pickle
@@ -25,14 +25,14 @@ ARRAYS = {
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize("name", ARRAYS)
-def test_array_is_that_of_pickle(name, protocol):
+def test_load_inert_matches_pickle(name, protocol):
     wanted = ARRAYS[name]
     found = to_array(load_inert(pickle.dumps(wanted, protocol)))
     assert found.shape == wanted.shape
     assert np.array_equal(found, wanted)
 
 
-def test_sparse_matrix_has_the_arrays_of_scipys():
+def test_load_inert_reads_sparse_matrices():
     wanted = scipy.sparse.csr_matrix(np.eye(4, 5, dtype=np.float32))
     found = to_csr_parts(load_inert(pickle.dumps(wanted, 2)))
     assert found.shape == (4, 5)
@@ -40,13 +40,13 @@ def test_sparse_matrix_has_the_arrays_of_scipys():
         assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
 
 
-def test_table_of_lists_is_a_dict():
+def test_load_inert_reads_defaultdict_as_dict():
     table = defaultdict(list, {0: [1, 2], 3: []})
     assert load_inert(pickle.dumps(table, 2)) == {0: [1, 2], 3: []}
 
 
 class Call:
-    """A call that a pickle asks for."""
+    """Object whose pickle asks for a function call."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -67,7 +67,7 @@ class Call:
         (dict, ()),
     ],
 )
-def test_names_that_arrays_do_not_need_are_refused(function, arguments, capsys):
+def test_load_inert_rejects_foreign_functions(function, arguments, capsys):
     refused(
         "a file of arrays needs no .*: not unpickled",
         load_inert,
@@ -76,12 +76,12 @@ def test_names_that_arrays_do_not_need_are_refused(function, arguments, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_list_of_a_pickle_copies_nothing():
+def test_load_inert_replaces_list_calls():
     assert type(load_inert(pickle.dumps(Call(list, "abc"), 2))).__name__ == "_List"
 
 
 def array_pickle(shape=(2,), kind="i4", order="<", data=b"\1\0\0\0\2\0\0\0"):
-    """Return the pickle of an array whose state is made of the arguments."""
+    """Return the pickle of an array with the given state."""
     whole = pickle.dumps(np.arange(2, dtype="<i4"), 2)
     state = load_inert(whole).state
     assert state[1] == (2,)
@@ -127,7 +127,7 @@ def array_pickle(shape=(2,), kind="i4", order="<", data=b"\1\0\0\0\2\0\0\0"):
         (dict(data=b""), "has 0 bytes"),
     ],
 )
-def test_array_with_another_content_is_refused(changes, message):
+def test_load_inert_rejects_inconsistent_arrays(changes, message):
     assert to_array(load_inert(array_pickle())).tolist() == [1, 2]
     refused(message, to_array, load_inert(array_pickle(**changes)))
 
@@ -142,8 +142,8 @@ HOSTILE = {  # each ends a process that hands it to pickle: by a crash, or by ta
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_steps_are_refused(case):
-    """In another process: what is not refused may end it."""
+def test_load_inert_rejects_hostile_opcodes(case):
+    """Run in a subprocess, since a file that is accepted may end the process."""
     code = "import sys\nfrom cpt_lab.data.inert_pickle import load_inert\nload_inert(sys.stdin.buffer.read())"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -157,7 +157,7 @@ def test_hostile_steps_are_refused(case):
     assert "not unpickled" in done.stderr.decode().splitlines()[-1]
 
 
-def test_what_is_no_array_is_named():
+def test_array_of_rejects_non_arrays():
     refused("an array expected, got dict", to_array, {})
     refused(
         "a sparse matrix expected, got array",

@@ -1,4 +1,4 @@
-"""Batches that other processes read: how many read, through which memory, and what; none of them asks for a GPU."""
+"""Data-loading processes: their number, shared memory and results, and no use of a GPU."""
 
 import itertools
 import math
@@ -49,7 +49,7 @@ PICTURES = smoke_spec("digit-scenes", batch=2, size=40, max_size=70, flip=True).
 
 @pytest.fixture
 def pets(data_folder):
-    """Images of their own sizes, one file for every class and number."""
+    """Load images of distinct sizes, one file per class and number."""
     places = [
         f"{split}/{kind}/{i}.png"
         for split, n in (("train", 5), ("val", 3))
@@ -88,7 +88,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("case", READERS)
-def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch):
+def test_readers_follow_cores_and_shared_memory(case, monkeypatch):
     cores, room, batch, wanted, said = READERS[case]
     monkeypatch.setattr(loading, "usable_cores", lambda: cores)
     monkeypatch.setattr(
@@ -103,9 +103,8 @@ def test_readers_are_as_many_as_cores_and_shared_memory_allow(case, monkeypatch)
         assert reader_count(batch * MB) == wanted
 
 
-def test_too_little_shared_memory_is_noticed_before_anything_runs(
-    pets, tmp_path, monkeypatch
-):
+def test_run_grid_rejects_small_shared_memory(pets, tmp_path, monkeypatch):
+    """Report too little shared memory before any run starts."""
     monkeypatch.setattr(loading, "shared_memory", lambda: 64 * MB)
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
     assert load_task_class(spec)(spec, CPU).workers == loading.usable_cores()
@@ -126,7 +125,7 @@ NORMALIZED = v2.Compose(
 )
 
 
-def test_images_are_read_as_bytes_and_normalised_as_torchvision_does(pets, device):
+def test_image_batches_normalise_like_torchvision(pets, device):
     batches, data = (
         file_batches(pets.train, IMAGES, 0, device, 0, 0),
         training_files(pets.train, IMAGES, 0),
@@ -161,7 +160,7 @@ def test_images_are_read_as_bytes_and_normalised_as_torchvision_does(pets, devic
         torch.testing.assert_close(images.cpu(), wanted)
 
 
-def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device):
+def test_detection_batches_normalise_without_padding(device):
     generator = torch.Generator().manual_seed(0)
     sizes = ((50, 60), (60, 50), (40, 70))
     pictures = tuple(
@@ -194,7 +193,7 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
         }
 
 
-def test_no_batch_is_larger_than_the_shared_memory_was_asked_for(pets):
+def test_bytes_read_bounds_batch_size(pets):
     sampled = itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 3)
     assert image_batches.batch_bytes(IMAGES) == 3 * 72 * 72 * (
         max(map(len, sampled)) + EVALUATION_IMAGES
@@ -234,8 +233,8 @@ def files(device):
 
 
 @pytest.mark.slow
-def test_workers_ask_for_no_gpu():
-    """What they are sent, they load and read in a process that would notice."""
+def test_data_workers_avoid_gpu():
+    """Load what workers receive in a process that notices any use of a GPU."""
     pictures, graph = (
         smoke_spec("digit-scenes").recipe,
         GraphTask(smoke_spec("digits-graph", model="sage"), CPU),
@@ -259,7 +258,7 @@ def test_workers_ask_for_no_gpu():
 
 
 class Loader(DataLoader):
-    """A loader that pins what it is told to: torch's own pins nothing where there is no GPU."""
+    """Data loader that pins memory on request, also without a GPU."""
 
     started = 0
     pinned: ClassVar = []
@@ -275,7 +274,7 @@ class Loader(DataLoader):
             yield tuple(part.pin_memory() if self.pins else part for part in batch)
 
 
-def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
+def test_image_batches_copy_to_gpu_asynchronously(monkeypatch):
     monkeypatch.setattr(loading, "DataLoader", Loader)
     monkeypatch.setattr(Loader, "started", 0)
     torch.manual_seed(0)

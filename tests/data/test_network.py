@@ -1,4 +1,4 @@
-"""Downloads without a network: the error names the data set and what went wrong."""
+"""Downloads without a network: errors that name the data set and the cause."""
 
 import socket
 import urllib.request
@@ -44,9 +44,7 @@ def fetch_and_fill_the_disk():
         (fetch_and_fill_the_disk, OSError, r"^\[Errno 28\] No space left on device$"),
     ],
 )
-def test_a_download_without_a_network_names_the_data_set(
-    get, error, message, monkeypatch
-):
+def test_download_without_network_names_dataset(get, error, message, monkeypatch):
     monkeypatch.setattr(
         data, "import_optional", lambda name, extra: lambda dataset, language: get()
     )
@@ -54,7 +52,7 @@ def test_a_download_without_a_network_names_the_data_set(
         refused(message, data.download, "ptb", error=error)
 
 
-def test_archives_that_are_not_there_are_named(data_folder):
+def test_download_names_missing_archives(data_folder):
     with pytest.raises(
         DataNotFoundError,
         match=r"devkit.* is not present .* See data/cards/imagenet\.md$",

@@ -1,4 +1,4 @@
-"""Reader of texts: every defect of a file is a fact of the report or an error, and no marker is counted twice."""
+"""Text reader: every defect of a file is a fact or an error, and no marker counts twice."""
 
 import logging
 import random
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("data_folder")
 
 
 def sentences(split):
-    """Return different lines of eight words."""
+    """Return distinct lines of eight words."""
     draw = random.Random(split)
     return [" ".join(draw.choices(WORDS, k=8)) for _ in range(COUNTS[split])]
 
 
 def texts(change=lambda line: f"{line}\n", splits=tuple(COUNTS), encoding="utf-8"):
-    """Return three texts; ``change`` makes the lines of the splits named."""
+    """Return three texts, with the lines of the named splits passed through ``change``."""
     made = {}
     for split in COUNTS:
         form = change if split in splits else (lambda line: f"{line}\n")
@@ -34,7 +34,7 @@ def texts(change=lambda line: f"{line}\n", splits=tuple(COUNTS), encoding="utf-8
 
 
 def load(folder, files, dataset="mine/", **changes):
-    """Load texts; return words or characters of the splits, the facts by topic, and the data."""
+    """Load texts, and return the tokens of the splits, the facts by topic and the data."""
     write(folder / "mine", files)
     defaults = {
         "batch": 2,
@@ -80,7 +80,7 @@ AT_ENDS = [
 
 
 @pytest.mark.parametrize("marker", AT_ENDS)
-def test_marker_that_ends_all_lines_is_the_end(marker, data_folder):
+def test_text_reader_reads_final_marker_as_eos(marker, data_folder):
     parts, facts, data = load(data_folder, texts(lambda line: f"{line} {marker}\n"))
     assert parts == {split: plain(split) for split in COUNTS}
     assert (
@@ -93,7 +93,7 @@ def test_marker_that_ends_all_lines_is_the_end(marker, data_folder):
 @pytest.mark.parametrize(
     "marker", ["<s>", "<eos>", "<bos>", "[CLS]", "<|startoftext|>", "BOS"]
 )
-def test_marker_that_begins_all_lines_is_left_out(marker, data_folder):
+def test_text_reader_removes_leading_markers(marker, data_folder):
     parts, facts, _ = load(data_folder, texts(lambda line: f"{marker} {line}\n"))
     assert parts == {split: plain(split) for split in COUNTS}
     assert (
@@ -113,19 +113,19 @@ def test_marker_that_begins_all_lines_is_left_out(marker, data_folder):
         "{} <eos>  \n",
     ],
 )
-def test_markers_together_or_beside_words_are_all_taken(form, data_folder):
+def test_text_reader_removes_combined_markers(form, data_folder):
     parts, _, _ = load(data_folder, texts(form.format))
     assert parts == {split: plain(split) for split in COUNTS}
 
 
 @pytest.mark.parametrize("form", ["{}\n<|endoftext|>\n", "<s>\n{}\n", "{}\n\n<eos>\n"])
-def test_marker_in_a_line_of_its_own_is_taken(form, data_folder):
+def test_text_reader_removes_marker_lines(form, data_folder):
     parts, facts, _ = load(data_folder, texts(form.format))
     assert parts == {split: plain(split) for split in COUNTS}
     assert "lines without words" in facts
 
 
-def test_marker_of_one_split_alone_is_taken(data_folder):
+def test_text_reader_removes_markers_of_one_split(data_folder):
     parts, facts, _ = load(
         data_folder, texts(lambda line: f"{line} </s>\n", splits=["test"])
     )
@@ -133,7 +133,7 @@ def test_marker_of_one_split_alone_is_taken(data_folder):
     assert "20 of 20 lines of test end in '</s>'" in facts
 
 
-def test_eos_of_some_lines_is_their_end(data_folder):
+def test_text_reader_accepts_partial_eos_markers(data_folder):
     parts, facts, _ = load(
         data_folder,
         texts(lambda line: f"{line} <eos>\n" if "cat" in line else f"{line}\n"),
@@ -143,7 +143,7 @@ def test_eos_of_some_lines_is_their_end(data_folder):
 
 
 @pytest.mark.parametrize("marker", ["</s>", "[MUSIC]", "<b>"])
-def test_marker_of_some_lines_stays_a_word_and_is_counted(marker, data_folder):
+def test_text_reader_keeps_partial_markers_as_words(marker, data_folder):
     some = [
         line for split in COUNTS for line in sentences(split) if line.startswith("cat")
     ]
@@ -159,12 +159,12 @@ def test_marker_of_some_lines_stays_a_word_and_is_counted(marker, data_folder):
 
 
 @pytest.mark.parametrize("ending", [" .", " away", " <unk>", " N", " ="])
-def test_words_that_end_all_lines_stay(ending, data_folder):
+def test_text_reader_keeps_repeated_final_words(ending, data_folder):
     parts, _, _ = load(data_folder, texts(lambda line: f"{line}{ending}\n"))
     assert parts["train"].count(ending.strip()) >= 60
 
 
-def test_eos_inside_lines_is_an_end_and_counted(data_folder):
+def test_text_reader_splits_lines_at_eos(data_folder):
     whole = {
         f"{split}.txt": " <eos> ".join(sentences(split)).encode() for split in COUNTS
     }
@@ -173,7 +173,7 @@ def test_eos_inside_lines_is_an_end_and_counted(data_folder):
     assert "train: 59 times '<eos>' inside lines" in facts
 
 
-def test_markers_of_characters_are_taken_too(data_folder):
+def test_text_reader_removes_markers_from_characters(data_folder):
     parts, facts, _ = load(
         data_folder, texts(lambda line: f"{line} <eos>\n"), unit="characters"
     )
@@ -187,7 +187,7 @@ def test_markers_of_characters_are_taken_too(data_folder):
 
 
 def mixed(*lines, **options):
-    """Return texts with more lines at the end of the training text."""
+    """Return texts with extra lines at the end of the training text."""
     files = texts(**options)
     return {**files, "train.txt": files["train.txt"] + "".join(lines).encode()}
 
@@ -281,7 +281,7 @@ FACTS = {  # files, what the recipe changes, facts
 
 
 @pytest.mark.parametrize("case", FACTS)
-def test_report_tells_what_was_left_out_or_changed(case, data_folder, caplog):
+def test_text_reader_reports_skipped_and_changed_text(case, data_folder, caplog):
     files, changes, wanted = FACTS[case]
     with caplog.at_level(logging.INFO):
         _, facts, data = load(data_folder, files, **changes)
@@ -293,13 +293,13 @@ def test_report_tells_what_was_left_out_or_changed(case, data_folder, caplog):
     assert str(data_folder) not in facts
 
 
-def test_report_of_plain_texts_has_nothing_left_out_or_changed(data_folder):
+def test_text_reader_reports_plain_text_unchanged(data_folder):
     _, facts, data = load(data_folder, texts())
     assert data.report.notices == ()
     assert "read: train: 60 lines, 540 words with an <eos> for each line" in facts
 
 
-def test_report_of_one_text_says_how_it_was_cut(data_folder):
+def test_text_reader_reports_split_of_one_text(data_folder):
     lines = "".join(f"{line}\n\n" for split in COUNTS for line in sentences(split))
     _, facts, data = load(data_folder, {"novel.txt": lines.encode()}, "mine/novel.txt")
     assert "split: 100 lines of one text cut 8 : 1 : 1, in their order" in facts
@@ -325,7 +325,7 @@ def test_report_of_one_text_says_how_it_was_cut(data_folder):
         ("wiki.train.raw", "wiki.valid.raw", "wiki.test.raw"),
     ],
 )
-def test_texts_are_found_by_usual_names(names, data_folder):
+def test_text_reader_finds_usual_file_names(names, data_folder):
     files = dict(zip(names, texts().values(), strict=True))
     parts, facts, _ = load(data_folder, files)
     check_data(recipe("smoke", "mine/", task="language_model"))
@@ -358,7 +358,7 @@ def test_texts_are_found_by_usual_names(names, data_folder):
         ),
     ],
 )
-def test_missing_and_several_texts_are_refused(files, message, data_folder):
+def test_text_reader_rejects_missing_or_several_texts(files, message, data_folder):
     refused(message, load, data_folder, files, error=(DataNotFoundError, ValueError))
 
 
@@ -366,7 +366,7 @@ def test_missing_and_several_texts_are_refused(files, message, data_folder):
 
 
 def part_of(split, other, share):
-    """Return texts of which one has a share of its lines from another one."""
+    """Return texts that share a given part of the lines between two splits."""
     lines, there = sentences(split), sentences(other)
     count = round(share * len(lines))
     return {
@@ -419,12 +419,12 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_texts_that_share_most_lines_are_refused(case, data_folder):
+def test_text_reader_rejects_shared_lines(case, data_folder):
     files, message = ERRORS[case]
     refused(f"mine/: {message}", load, data_folder, files)
 
 
-def test_half_of_the_lines_may_be_shared(data_folder):
+def test_text_reader_allows_half_shared_lines(data_folder):
     _, facts, _ = load(data_folder, part_of("test", "train", 0.5))
     assert (
         "overlap: 10 of 20 lines of at least 5 words of the test text stand in the training text, too"
@@ -433,7 +433,7 @@ def test_half_of_the_lines_may_be_shared(data_folder):
     assert long_lines("a b c d\na  b\tc d e\n") == ["a b c d e"]
 
 
-def test_texts_without_blanks_may_share_no_lines(data_folder):
+def test_text_reader_finds_overlap_without_blanks(data_folder):
     draw = random.Random(0)
     lines = [
         "".join(chr(0x4E00 + draw.randrange(50)) for _ in range(20)) for _ in range(300)
@@ -453,7 +453,8 @@ def test_texts_without_blanks_may_share_no_lines(data_folder):
     )
 
 
-def test_text_without_blanks_is_refused_with_a_way_out(data_folder):
+def test_text_reader_rejects_text_without_blanks(data_folder):
+    """Suggest characters as units if the words of a text are too long."""
     draw = random.Random(0)
     lines = [
         "".join(chr(0x4E00 + draw.randrange(500)) for _ in range(30))
@@ -480,6 +481,6 @@ def test_text_without_blanks_is_refused_with_a_way_out(data_folder):
 
 
 @pytest.mark.parametrize("dataset", ["pydoc"])
-def test_named_texts_report_overlap_without_an_error(dataset):
+def test_text_reader_reports_overlap_of_named_texts(dataset):
     found = load_text(recipe("demo", dataset, task="language_model"))
     assert "overlap" in [fact.topic for fact in found.report.facts]

@@ -1,4 +1,4 @@
-"""A layer that comes into a converted model is named once where it runs in float32; ``summary`` tells its bits."""
+"""Modules added to a converted model: one warning if they run in float32, and their row in ``summary``."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ X = torch.ones(2, 8)
 
 
 class Block(nn.Module):
-    """Calls its parts by code of its own."""
+    """Module that computes its forward pass without calling its children."""
 
     def __init__(self, *parts):
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer beside another one, as adapters of PEFT are."""
+    """Layer with a parallel branch, as in PEFT adapters."""
 
     def __init__(self, base):
         super().__init__()
@@ -94,7 +94,7 @@ CHANGES = {  # what is added -> model, name of the new layer, the module that is
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 10])
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_added_layer_is_warned_of_within_few_steps(change, steps):
+def test_added_layer_warning_appears_within_few_steps(change, steps):
     make, name, new, place = CHANGES[change]
     model = make()
     scheduler = scheduled(model)
@@ -124,7 +124,8 @@ TIMES = {
 
 
 @pytest.mark.parametrize("time", list(TIMES))
-def test_added_layer_is_warned_of_where_mode_or_bits_change(time):
+def test_added_layer_warning_on_mode_change(time):
+    """Warn of an added layer once the mode or the bits change."""
     model = flat()
     scheduler = scheduled(model)
     train(model, scheduler, 3)
@@ -135,7 +136,7 @@ def test_added_layer_is_warned_of_where_mode_or_bits_change(time):
     assert said(TIMES[time], model, scheduler) == []
 
 
-def test_added_layer_is_warned_of_at_every_64th_step():
+def test_added_layer_warning_every_64_steps():
     model = flat()
     cpt.quantize_(model)
     scheduler = cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, total_steps=1000))
@@ -144,7 +145,7 @@ def test_added_layer_is_warned_of_at_every_64th_step():
     assert [len(said(train, model, scheduler, 1)) for _ in range(64)].index(1) == 61
 
 
-def test_layer_added_to_a_custom_parent_runs_with_its_bits():
+def test_added_layer_inherits_bits_of_parent():
     model = custom()
     scheduler = scheduled(model)
     train(model, scheduler, 3)
@@ -166,8 +167,8 @@ def test_layer_added_to_a_custom_parent_runs_with_its_bits():
     assert cpt.check(model.train(), (x,)).quantized_share == 1.0
 
 
-def test_layer_added_below_a_float32_parent_is_warned_of():
-    """Where only layers were selected, the module that calls them has no bits to give."""
+def test_added_layer_warning_below_float32_parent():
+    """Warn if only layers were selected, so that their parent has no bits to pass on."""
     model = custom()
     scheduler = scheduled(
         model, filter_fn=lambda module, name: isinstance(module, nn.Linear)
@@ -184,7 +185,7 @@ def test_layer_added_below_a_float32_parent_is_warned_of():
     ("config", "filter_fn"),
     [(cpt.QuantConfig(float32=("2",)), None), (None, lambda module, name: name == "0")],
 )
-def test_layer_that_was_left_out_may_be_replaced(config, filter_fn):
+def test_added_layer_warning_spares_excluded_layers(config, filter_fn):
     model = flat()
     scheduler = scheduled(model, config, filter_fn)
     model[2] = nn.Sequential(nn.Linear(8, 3))
@@ -217,7 +218,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("change", list(HARMLESS))
-def test_no_warning_of_what_is_no_added_layer(change):
+def test_added_layer_warning_spares_harmless_changes(change):
     model = flat()
     scheduled(model)
     changed = HARMLESS[change](model)
@@ -228,7 +229,7 @@ def test_no_warning_of_what_is_no_added_layer(change):
     assert added_modules(changed) == {}
 
 
-def test_copied_scheduler_goes_on_without_the_search():
+def test_scheduler_copy_skips_added_layer_search():
     model = flat()
     pair = copy.deepcopy((model, scheduled(model)))
     again = pickle.loads(pickle.dumps(pair))
@@ -250,7 +251,7 @@ class Functional(nn.Module):
         return y.matmul(y.transpose(0, 1))
 
 
-def test_graph_traced_after_conversion_names_its_products():
+def test_traced_graph_warning_names_float32_matmuls():
     model = cpt.quantize_(Functional())
     with cpt.precision(model, 4):
         traced = torch.fx.symbolic_trace(model)

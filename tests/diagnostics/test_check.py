@@ -1,4 +1,4 @@
-"""What ``check`` says of a model is what runs in it."""
+"""Agreement of ``check`` with the operations that a model runs."""
 
 import copy
 import random
@@ -39,8 +39,8 @@ def rows_of(found):
         (lambda w: w.clone(), "1"),
     ],
 )
-def test_check_finds_weights_used_by_a_parent(read, layer):
-    """A weight has the bits of its layer wherever it is used; what is computed of it has those of the running one."""
+def test_check_finds_weights_used_by_parent(read, layer):
+    """Assign a weight to its own layer, and values computed from it to the running layer."""
     forward = lambda m, x: F.linear(m.called(x), read(m.passed.weight))  # noqa: E731
     used = FunctionModule(
         forward, called=nn.Linear(4, 4), passed=nn.Linear(4, 4, bias=False)
@@ -54,7 +54,7 @@ def test_check_finds_weights_used_by_a_parent(read, layer):
     ]
 
 
-def test_check_finds_weights_used_where_nothing_is_intercepted():
+def test_check_finds_weights_in_unintercepted_operations():
     parts = {"called": nn.Linear(4, 4), "passed": nn.Linear(4, 4, bias=False)}
     found = check(
         quantize_(
@@ -72,7 +72,7 @@ def test_check_finds_weights_used_where_nothing_is_intercepted():
     assert "listed as quantised, but used in float32: passed" in str(found)
 
 
-def test_a_layer_that_is_not_used_is_not_called_bypassed():
+def test_check_separates_unused_from_bypassed_layers():
     model = FunctionModule(
         lambda m, x: m.first(x), first=nn.Linear(4, 4), other=nn.Linear(4, 4)
     )
@@ -93,7 +93,7 @@ def test_check_lists_every_operation():
     ]
 
 
-def test_what_a_hook_of_a_module_computes_is_the_module_s():
+def test_check_assigns_hook_matmuls_to_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model[1].register_forward_pre_hook(lambda module, inputs: inputs[0] @ torch.eye(4))
     assert [e.layer for e in check(quantize_(model), (torch.ones(3, 4),)).float32] == [
@@ -145,7 +145,7 @@ UNKNOWN = {  # a function -> what it computes of a weight and of four rows of fo
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_check_finds_operations_that_nothing_intercepts(name):
+def test_check_finds_unintercepted_operations(name):
     function, macs = UNKNOWN[name]
     model = FunctionModule(
         lambda m, x: function(m, m.layer(x)),
@@ -179,7 +179,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_a_backward_pass_is_seen_or_missed_aloud(kind):
+def test_check_reports_missing_backward_pass(kind):
     wrap, seen = WRAPPED[kind]
     found = check(
         quantize_(FunctionModule(lambda m, x: wrap(m.layer(x)), layer=nn.Linear(4, 4))),
@@ -193,7 +193,7 @@ def test_a_backward_pass_is_seen_or_missed_aloud(kind):
     ) == (seen, not seen, not seen)
 
 
-def test_an_input_that_needs_a_gradient_gets_one():
+def test_check_computes_required_input_gradients():
     x = torch.randn(3, 4, requires_grad=True)
     for frozen, macs in ((True, 48), (False, 96)):
         found = check(quantize_(nn.Linear(4, 4).requires_grad_(not frozen)), (x,))
@@ -202,13 +202,13 @@ def test_an_input_that_needs_a_gradient_gets_one():
     assert x.grad is None
 
 
-def test_the_backward_pass_runs_outside_of_an_autocast_block():
+def test_check_runs_backward_outside_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         found = check(quantize_(nn.Linear(4, 4)), (torch.randn(3, 4),))
     assert backward_of(found) == [("", "linear", True, 48)]
 
 
-def test_parameters_that_forward_writes_to_are_put_back():
+def test_check_restores_parameters_written_by_forward():
     def forward(m, x):
         y = m.layer(x)
         with torch.no_grad():
@@ -231,7 +231,7 @@ def test_parameters_that_forward_writes_to_are_put_back():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_products_that_a_checkpoint_computes_again_are_priced(reentrant):
+def test_check_counts_matmuls_recomputed_by_checkpoint(reentrant):
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model = FunctionModule(
         lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant),
@@ -253,7 +253,7 @@ def test_products_that_a_checkpoint_computes_again_are_priced(reentrant):
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU], ids=lambda k: k.__name__)
-def test_a_forward_that_is_called_directly_is_its_module_s(kind):
+def test_check_follows_direct_forward_calls(kind):
     x = torch.randn(4, 3, 8)
     found = []
     for call in (lambda m, x: m.inner(x), lambda m, x: m.inner.forward(x)):
@@ -276,7 +276,7 @@ def test_a_forward_that_is_called_directly_is_its_module_s(kind):
     assert model.forward is own
 
 
-def test_a_model_that_multiplies_at_random_is_checked():
+def test_check_handles_random_control_flow():
     def forward(m, x):
         for layer in m.layers:
             x = layer(x) if random.random() < 0.5 and np.random.rand() < 0.9 else x  # noqa: NPY002
@@ -320,7 +320,7 @@ def test_check_finds_flex_attention():
     )
 
 
-def test_what_no_gradient_reaches_has_no_backward_price():
+def test_check_omits_backward_without_gradient():
     model = FunctionModule(
         lambda m, x: m.head(m.encoder(x).detach()),
         encoder=nn.Linear(4, 4),
@@ -333,11 +333,13 @@ def test_what_no_gradient_reaches_has_no_backward_price():
 
 
 def held_by(model):
-    """Return buffers and running ranges."""
+    """Return the buffers and running ranges of a model."""
     return {**dict(model.named_buffers()), **dict(enumerate(running_ranges(model)))}
 
 
-def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_its_copy():
+def test_check_restores_gradients_and_buffers():
+    """Restore gradients and buffers even if a closure runs the model instead of its copy."""
+
     def forward(m, x):
         m.mean = 0.9 * m.mean + 0.1 * x.mean(0)
         return m.layer(m.norm(x)) + m.mean
@@ -361,7 +363,7 @@ def test_gradients_and_buffers_are_kept_where_a_closure_runs_the_model_and_not_i
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_check_leaves_the_model_as_it_was(training):
+def test_check_leaves_model_unchanged(training):
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(2, 4, 3, padding=1),
@@ -409,7 +411,7 @@ def test_check_leaves_the_model_as_it_was(training):
 
 
 @pytest.mark.parametrize("function", [check, count_bitops, summary])
-def test_inputs_must_be_a_tuple(function):
+def test_check_requires_tuple_of_inputs(function):
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     refused(
         "inputs must be a tuple of the arguments of forward, got a Tensor",
@@ -419,7 +421,7 @@ def test_inputs_must_be_a_tuple(function):
     )
 
 
-def test_the_model_is_left_as_it_was_when_it_fails():
+def test_check_restores_model_after_failure():
     class Fails(nn.Sequential):
         def forward(self, x):
             super().forward(x)
@@ -436,7 +438,7 @@ def test_the_model_is_left_as_it_was_when_it_fails():
     assert model[0].precision.active_levels is None
 
 
-def test_a_compiled_model_is_checked_in_eager_mode():
+def test_check_runs_compiled_model_eagerly():
     model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
     found = check(torch.compile(model, backend="aot_eager"), (torch.ones(2, 4),))
     assert found.ok
@@ -444,11 +446,11 @@ def test_a_compiled_model_is_checked_in_eager_mode():
 
 
 class Recurrent(nn.LSTM):
-    """Runs its own forward, step by step."""
+    """Recurrent network that runs step by step in a custom forward method."""
 
 
 def experts():
-    """The first has no token."""
+    """Return two experts, the first of which receives no token."""
     return FunctionModule(
         lambda m, x: torch.cat([m.first(x[:0]), m.second(x)]),
         first=nn.Linear(4, 4),
@@ -459,16 +461,17 @@ def experts():
 @pytest.mark.parametrize(
     "kind", [partial(Recurrent, 4, 3), partial(nn.LSTM, 4, 3), experts]
 )
-def test_products_without_numbers_are_none_and_a_first_step_has_no_gradient_of_its_state(
+def test_check_skips_empty_matmuls(
     kind,
 ):
+    """Skip matmuls without rows, and the state gradient of a first step."""
     model = quantize_(kind())
     assert check(model, (torch.randn(5, 4),)).ok
     if isinstance(model, nn.LSTM):
         assert check(model, (torch.randn(5, 0, 4),)).operations == ()
 
 
-def test_check_lists_the_matmuls_of_an_lstm():
+def test_check_lists_lstm_matmuls():
     first, second = 10 * 12 * 4, 10 * 12 * 3  # rows, gates, inputs or hidden
     assert rows_of(check(quantize_(nn.LSTM(4, 3)), (torch.ones(5, 2, 4),))) == [
         ("", "lstm", False, True, first + second),
@@ -486,7 +489,7 @@ def test_check_lists_the_matmuls_of_an_lstm():
         lambda: (nn.LSTM(4, 3), torch.randn(5, 2, 4)),
     ],
 )
-def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
+def test_check_treats_int8_like_simulation(make):
     torch.manual_seed(0)
     model, x = make()
     wanted = check(quantize_(copy.deepcopy(model)), (x,))
@@ -505,7 +508,7 @@ def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
 
 
 class ByHand(torch.autograd.Function):
-    """A linear layer as torch's documentation writes one."""
+    """Linear layer as a custom autograd function, as in torch's documentation."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -518,7 +521,7 @@ class ByHand(torch.autograd.Function):
         return gradient.mm(w), gradient.t().mm(x)
 
 
-def test_check_finds_float32_matmuls_of_a_backward_pass():
+def test_check_finds_float32_backward_matmuls():
     own = FunctionModule(
         lambda m, x: ByHand.apply(x, m.w) @ m.w, w=nn.Parameter(torch.randn(4, 4))
     )
@@ -529,7 +532,7 @@ def test_check_finds_float32_matmuls_of_a_backward_pass():
     ]
 
 
-def test_the_print_has_a_line_per_layer_and_the_details_one_per_operation():
+def test_check_report_has_line_per_layer():
     parts = {"layer": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
     model = FunctionModule(
         lambda m, x: m.head(torch.cdist(h := m.layer(x), m.layer.weight) + h @ h.T @ h),

@@ -1,4 +1,4 @@
-"""Inputs that are part of a training loop: nothing that runs a model for once touches their graphs or numbers."""
+"""Inputs from a training loop: dry runs leave their autograd graphs and values unchanged."""
 
 from collections import UserDict
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Record:
 
 
 class Cache:
-    """An object that holds what a model remembers, as the caches of language models."""
+    """Object that holds the state of a model, like the caches of language models."""
 
     def __init__(self, x):
         self.layers, self.owner = [{"keys": x}], self
@@ -42,7 +42,7 @@ RUNS = [check, count_bitops, summary, uncounted_functions]
 
 
 def picture():
-    """Return a generator, and a picture of it that has a history."""
+    """Return a generator and an image that it generated, with autograd history."""
     generator = nn.Linear(4, 4)
     return generator, generator(torch.randn(3, 4)).tanh()
 
@@ -57,7 +57,7 @@ def discriminator(read):
 
 @pytest.mark.parametrize("function", RUNS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_graph_of_an_input_is_left_alone(kind, function):
+def test_dry_run_preserves_graph_of_inputs(kind, function):
     make, read = KINDS[kind]
     generator, x = picture()
     value, model = make(x), discriminator(read)
@@ -71,7 +71,7 @@ def test_the_graph_of_an_input_is_left_alone(kind, function):
 
 @pytest.mark.parametrize("function", RUNS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_model_writes_into_its_input_stays_in_a_copy(kind, function):
+def test_dry_run_copies_mutated_inputs(kind, function):
     make, read = KINDS[kind]
     value = make(torch.randn(3, 4))
     before, model = read(value).clone(), discriminator(read)
@@ -82,7 +82,7 @@ def test_what_a_model_writes_into_its_input_stays_in_a_copy(kind, function):
 
 @pytest.mark.parametrize("function", RUNS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_the_hidden_state_of_a_loop_is_an_input(kind, function):
+def test_dry_run_accepts_hidden_state_inputs(kind, function):
     model = quantize_(FunctionModule(lambda m, x, h: m.rnn(x, h), rnn=kind(4, 4)))
     x = torch.randn(5, 2, 4)
     with precision(model, 8):
@@ -94,7 +94,7 @@ def test_the_hidden_state_of_a_loop_is_an_input(kind, function):
     assert (found.ok, found.float32) == (True, [])
 
 
-def test_the_gradient_of_a_picture_is_checked_and_priced():
+def test_check_counts_gradient_of_generated_input():
     _, x = picture()
     model = quantize_(nn.Sequential(nn.Linear(4, 2)))
     for value, gradients in (
@@ -108,7 +108,7 @@ def test_the_gradient_of_a_picture_is_checked_and_priced():
         assert len(count_bitops(model, (value,)).bitops["0"]) == 1 + gradients
 
 
-def test_check_counts_a_parameter_that_is_an_input_as_a_weight():
+def test_check_counts_input_parameter_as_weight():
     model = quantize_(
         FunctionModule(
             lambda m, x, w: m.layer(x) @ w,

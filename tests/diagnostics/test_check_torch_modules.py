@@ -1,4 +1,4 @@
-"""``check`` of every module of torch.nn: none crashes it, and what it says ran is what is priced."""
+"""``check`` on every module of torch.nn: no crash, and executed operations equal priced ones."""
 
 import inspect
 
@@ -45,7 +45,7 @@ GIVEN = {
 
 
 class Around(nn.Module):
-    """A module with a layer before it, so that its input needs a gradient, and one behind it."""
+    """Module between two layers, so that its input needs a gradient."""
 
     def __init__(self, module, width):
         super().__init__()
@@ -63,12 +63,12 @@ class Around(nn.Module):
 
 
 def beside(m, *inputs):
-    """Models beside one another, each on inputs of its own."""
+    """Run several models, each on its inputs."""
     return [model(*given) for model, given in zip(m.each.values(), inputs, strict=True)]
 
 
 def modules():
-    """Every class of torch.nn with what it is tried on: what ``GIVEN`` says, or a few shapes and no arguments."""
+    """Yield every class of torch.nn with the arguments and shapes of ``GIVEN``, or a few shapes."""
     for name, kind in vars(nn).items():
         if (
             not (inspect.isclass(kind) and issubclass(kind, nn.Module))
@@ -110,7 +110,7 @@ def tried():
             yield arguments, shapes
 
 
-def test_no_module_of_torch_crashes_the_check():
+def test_check_handles_every_torch_module():
     torch.manual_seed(0)
     tested = {name: (model, inputs) for name, model, inputs in modules()}
     assert len(tested) > 100

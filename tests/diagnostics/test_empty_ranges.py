@@ -1,4 +1,4 @@
-"""Evaluation on running ranges that nothing has filled is warned of, once per model."""
+"""Warning, once per model, about evaluation with running ranges that are still empty."""
 
 import copy
 import warnings
@@ -56,7 +56,7 @@ def evaluate(model, x, times=2, bits=4):
 
 
 def trained(make, shape, config=None):
-    """Return a model that was trained quantised, and its scheduler."""
+    """Return a quantised model after training, and its scheduler."""
     model = cpt.quantize_(make(), config)
     scheduler = cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, total_steps=STEPS))
     for _ in range(STEPS):
@@ -66,7 +66,7 @@ def trained(make, shape, config=None):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_loaded_model_without_ranges_is_warned_of_once(name):
+def test_empty_range_warning_appears_once_after_loading(name):
     make, shape, message = MODELS[name]
     model, scheduler = trained(make, shape)
     x = torch.randn(shape)
@@ -82,7 +82,7 @@ def test_loaded_model_without_ranges_is_warned_of_once(name):
     assert said(evaluate, again, x) == []
 
 
-def test_loaded_model_with_a_fresh_scheduler_is_warned_of():
+def test_empty_range_warning_with_fresh_scheduler():
     model, _ = trained(net, (5, 8))
     loaded = cpt.quantize_(net())
     cpt.PrecisionScheduler(
@@ -92,8 +92,8 @@ def test_loaded_model_with_a_fresh_scheduler_is_warned_of():
     assert len(said(lambda: loaded.eval()(torch.randn(5, 8)))) == 1
 
 
-def test_plain_model_evaluated_at_low_precision_is_warned_of():
-    """Its outputs depend on the batch, too."""
+def test_empty_range_warning_at_low_precision():
+    """Warn that outputs depend on the batch if a model is evaluated before any training."""
     model = cpt.quantize_(net())
     x = torch.randn(5, 8)
     assert "else run some batches in training mode first" in said(evaluate, model, x)[0]
@@ -130,13 +130,13 @@ SILENT = {  # what is done -> config, and what is done to a model without ranges
 
 
 @pytest.mark.parametrize("case", list(SILENT))
-def test_no_warning_of_empty_ranges(case):
+def test_empty_range_warning_spares_filled_ranges(case):
     config, run = SILENT[case]
     model = cpt.quantize_(net(), config)
     assert said(run, model, torch.randn(5, 8)) == []
 
 
-def test_dry_run_does_not_use_up_the_warning():
+def test_empty_range_warning_survives_dry_run():
     model, x = cpt.quantize_(net()), torch.randn(5, 8)
     check_in_evaluation_mode(model, x)
     assert len(said(evaluate, model, x)) == 1

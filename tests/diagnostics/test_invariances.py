@@ -1,4 +1,4 @@
-"""What float32 keeps and low precision does not is found, whoever breaks it, and nothing else is.
+"""Detection of invariances that hold in float32 and break under quantisation.
 
 What breaks an invariance here is a layer of the tests that rounds on too wide a range while it is quantised: the grids
 of the library have no part in it.
@@ -33,7 +33,7 @@ from cpt_extras.formats.ladder import FormatLadder
 
 
 class Rounds(nn.Module):
-    """A linear layer that, while it is quantised, rounds its input first; on one range over ``dims``."""
+    """Linear layer that, while quantised, rounds its input on one range over ``dims``."""
 
     def __init__(self, dims=(), when=lambda x: True):
         super().__init__()
@@ -51,7 +51,7 @@ class Rounds(nn.Module):
 
 
 def answers_of(model, *inputs):
-    """Return the answers of ``check`` by name."""
+    """Return the answers of ``check`` by the name of the invariance."""
     torch.manual_seed(0)
     found = {
         answer.name: answer for answer in check(quantize_(model), inputs).invariances
@@ -61,7 +61,7 @@ def answers_of(model, *inputs):
 
 
 def around(rounds, before=lambda x: x):
-    """Return a model of three layers, the middle one of which may round too widely."""
+    """Return a model of three layers, the middle one of which may round on too wide a range."""
     model = nn.ModuleDict(
         {"first": nn.Linear(4, 4), "odd": rounds, "last": nn.Linear(4, 4)}
     )
@@ -78,7 +78,7 @@ def masked_mean(x, mask):
 
 
 def neighbours(x):
-    """Add the neighbours on a line of nodes."""
+    """Add the values of neighbouring nodes on a line."""
     return (
         x
         + nn.functional.pad(x, (0, 0, 1, 0))[:-1]
@@ -128,7 +128,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_invariance_holds_or_is_broken_where_a_layer_breaks_it(name):
+def test_invariance_check_names_breaking_layer(name):
     make, broken, inputs = CASES[name]
     right = answers_of(make(Rounds()), *inputs)
     assert (right[name].status, right[name].moved, right[name].layer) == (
@@ -163,7 +163,7 @@ def per_token(dims):
     ids=["float", "bool", "integer", "(B, 1, 1, T)"],
 )
 @pytest.mark.parametrize("make", [pooled, per_token])
-def test_masked_positions_are_found_in_masks_of_any_type(make, read):
+def test_invariance_check_accepts_mask_types(make, read):
     def model(dims):
         inner = make(dims)
         return FunctionModule(
@@ -179,7 +179,7 @@ def test_masked_positions_are_found_in_masks_of_any_type(make, read):
     assert wrong.layer.endswith("odd")
 
 
-def test_masked_positions_in_both_readings_of_a_mask():
+def test_invariance_check_reads_inverted_masks():
     model = FunctionModule(
         lambda m, x, ignored: m.odd(x).masked_fill(ignored[..., None], 0).sum(1),
         odd=Rounds((1,)),
@@ -198,7 +198,7 @@ def test_masked_positions_in_both_readings_of_a_mask():
 
 
 class Decoder(nn.Module):
-    """Sums up what it has read, with a cache as the decoders of transformers have it."""
+    """Sum of all tokens read so far, with a cache like the decoders of transformers."""
 
     def __init__(self, is_odd):
         super().__init__()
@@ -219,7 +219,7 @@ class Decoder(nn.Module):
         }
 
 
-def test_decoding_with_a_cache_is_compared_with_the_full_pass():
+def test_invariance_check_compares_cached_decoding():
     ids = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 1, 2, 3, 3, 0]])
     assert answers_of(Decoder(False), ids)[questions.CACHED_DECODING].status == "holds"
     found = answers_of(Decoder(True), ids, torch.ones(2, 6))
@@ -238,7 +238,7 @@ def test_decoding_with_a_cache_is_compared_with_the_full_pass():
     )
 
 
-def test_a_checkpoint_that_fails_for_the_quantised_model_alone_is_broken():
+def test_invariance_check_reports_failing_checkpoint():
     def forward(m, x):
         is_odd = m.layer.precision.active_bits.has_quantized_roles and is_recomputed(x)
         return m.layer(x.sin() if is_odd else x)
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_fails_for_the_quantised_model_alone_is_broken():
     )
 
 
-def test_another_memory_layout_of_an_input():
+def test_invariance_check_varies_input_layout():
     wrong = answers_of(
         nn.Sequential(Rounds((1,), is_strided), nn.Linear(4, 4)), TOKENS[:, 0]
     )[questions.MEMORY_LAYOUT]
@@ -265,7 +265,7 @@ def test_another_memory_layout_of_an_input():
 
 
 @pytest.mark.parametrize("by_strides", [True, False])
-def test_another_memory_layout_of_operands_inside_a_model(by_strides):
+def test_invariance_check_varies_operand_layout(by_strides):
     def handler(mode, function, a, b):
         is_rounded = mode.running.stack[
             -1
@@ -289,8 +289,8 @@ def test_another_memory_layout_of_operands_inside_a_model(by_strides):
 # --- what is not applicable, and no false alarms ----------------------------------------------------------------------
 
 
-def test_float32_decides_what_is_asked():
-    """A model whose samples and tokens see each other has nothing to keep."""
+def test_invariance_check_requires_float32_invariance():
+    """Skip invariances that the float32 model does not have."""
     mixed = around(Rounds((0, 1)), lambda x: x - x.mean((0, 1), keepdim=True))
     found = answers_of(mixed, TOKENS)
     asked = {
@@ -299,8 +299,8 @@ def test_float32_decides_what_is_asked():
     assert asked == {questions.CHECKPOINTING, questions.MEMORY_LAYOUT}
 
 
-def test_outputs_that_stay_by_chance_are_no_evidence():
-    """Behind a ReLU single outputs are zero before and after a change that does reach them."""
+def test_invariance_check_ignores_outputs_equal_by_chance():
+    """Ignore outputs behind a ReLU that are zero before and after a change that reaches them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU())
     mixing = FunctionModule(lambda m, x: m.net(x + x.mean(0)), net=model)
@@ -316,8 +316,8 @@ def test_outputs_that_stay_by_chance_are_no_evidence():
         )
 
 
-def test_one_content_of_a_position_is_no_evidence():
-    """Samples see each other here, but only where one is larger than any of the inputs."""
+def test_invariance_check_tries_several_input_values():
+    """Detect samples that interact only if one is larger than any of the inputs."""
     model = FunctionModule(
         lambda m, x: m.odd(x) + torch.relu(x.abs().max() - 1.01), odd=Rounds((0,))
     )
@@ -327,7 +327,7 @@ def test_one_content_of_a_position_is_no_evidence():
     )
 
 
-def test_outputs_that_never_move_are_no_evidence():
+def test_invariance_check_ignores_constant_outputs():
     def forward(m, x):
         is_quantized = m.odd.layer.precision.active_bits.has_quantized_roles
         return torch.cat(
@@ -338,7 +338,8 @@ def test_outputs_that_never_move_are_no_evidence():
     assert answers_of(model, TOKENS[:, 0])[questions.OTHER_SAMPLES].status == "holds"
 
 
-def test_one_sample_is_too_few_and_refused_sizes_are_not_applicable():
+def test_invariance_check_skips_single_samples():
+    """Skip a single sample, and batch sizes that the model refuses."""
     assert (
         answers_of(nn.Linear(4, 4), TOKENS[:1, 0])[questions.OTHER_SAMPLES].status
         == "not applicable"
@@ -359,7 +360,7 @@ def test_one_sample_is_too_few_and_refused_sizes_are_not_applicable():
 
 
 @pytest.mark.parametrize("kind", ["attribute", "generator"])
-def test_a_model_that_differs_from_pass_to_pass_is_asked_nothing_more(kind):
+def test_invariance_check_stops_for_random_models(kind):
     generator = torch.Generator().manual_seed(0)
 
     def forward(m, x):
@@ -375,7 +376,7 @@ def test_a_model_that_differs_from_pass_to_pass_is_asked_nothing_more(kind):
     }
 
 
-def test_quantised_passes_that_differ_are_broken():
+def test_invariance_check_detects_unrepeatable_quantised_passes():
     calls = []
     model = around(Rounds((1,), lambda x: calls.append(1) or len(calls) % 2))
     found = answers_of(model, TOKENS[:, 0])
@@ -384,7 +385,7 @@ def test_quantised_passes_that_differ_are_broken():
     }
 
 
-def test_random_numbers_and_buffers_are_the_same_in_every_pass():
+def test_invariance_check_restores_random_state_and_buffers():
     def forward(m, x):
         m.seen += 1
         return m.layer(x) + torch.rand(4) + random.random() + np.random.rand() + m.seen  # noqa: NPY002
@@ -395,7 +396,7 @@ def test_random_numbers_and_buffers_are_the_same_in_every_pass():
     assert model.seen == 0
 
 
-def test_a_model_that_cannot_be_evaluated_has_one_answer():
+def test_invariance_check_skips_training_only_models():
     def forward(m, x):
         assert m.training, "only for training"
         return m.layer(x)
@@ -412,8 +413,8 @@ def test_a_model_that_cannot_be_evaluated_has_one_answer():
 # --- which inputs are changed -----------------------------------------------------------------------------------------
 
 
-def test_every_input_and_axis_is_tried():
-    """The second input, time before the batch, and dictionaries."""
+def test_invariance_check_tries_every_input_axis():
+    """Try the second input, time before the batch, and tensors inside dictionaries."""
     model = FunctionModule(
         lambda m, a, given: m.odd(given["x"][0].cumsum(0)) + a, odd=Rounds((0,))
     )
@@ -428,7 +429,7 @@ def test_every_input_and_axis_is_tried():
     )
 
 
-def test_packed_sequences_are_changed_where_their_numbers_are():
+def test_invariance_check_accepts_packed_sequences():
     def forward(m, packed):
         return m.odd(pad_packed_sequence(packed)[0]).sum(0)
 
@@ -441,7 +442,7 @@ def test_packed_sequences_are_changed_where_their_numbers_are():
     assert rows[questions.OTHER_SAMPLES].status == "broken"
 
 
-def test_new_contents_are_valid_and_all_new():
+def test_new_contents_are_valid_and_changed():
     ids = torch.tensor([[3, 5, 9, 11], [5, 3, 9, 9]])
     for content in new_contents(ids):
         assert set(content.flatten().tolist()) <= {3, 5, 9, 11}
@@ -458,7 +459,7 @@ def test_new_contents_are_valid_and_all_new():
     assert drawn.std() > 2 * TOKENS.std()
 
 
-def test_a_mask_has_two_values_and_masks_another_input():
+def test_find_masks_requires_two_values():
     additive = torch.where(MASK == 0, -torch.inf, 0.0)
     for mask in (MASK, MASK.bool(), additive, MASK.T, MASK[:, None, None]):
         assert list(find_masks([TOKENS, mask])) == [1]
@@ -471,7 +472,7 @@ def test_a_mask_has_two_values_and_masks_another_input():
 
 
 @pytest.mark.parametrize("start", ["corrected", "zero"])
-def test_empty_running_ranges_are_filled_to_ask(start):
+def test_invariance_check_fills_empty_ranges(start):
     model = quantize_(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         QuantConfig(running_start=start),
@@ -495,7 +496,7 @@ def test_empty_running_ranges_are_filled_to_ask(start):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_asking_leaves_the_model_as_it_was(training, fails):
+def test_invariance_check_leaves_model_unchanged(training, fails):
     torch.manual_seed(0)
     parts = {
         "norm": nn.BatchNorm1d(4),
@@ -560,7 +561,7 @@ def test_asking_leaves_the_model_as_it_was(training, fails):
     assert x.grad is None
 
 
-def test_ladders_are_asked_at_a_level_that_they_have():
+def test_invariance_check_uses_existing_ladder_level():
     ladder = (
         FormatLadder.minifloats()
         if hasattr(FormatLadder, "minifloats")
@@ -582,7 +583,7 @@ def test_ladders_are_asked_at_a_level_that_they_have():
 # --- the printout -----------------------------------------------------------------------------------------------------
 
 
-def test_check_is_not_ok_with_a_broken_invariance():
+def test_check_fails_with_broken_invariance():
     model = quantize_(around(Rounds((0,))))
     found = check(model, (TOKENS[:, 0],))
     assert (found.ok, [answer.name for answer in found.broken]) == (
@@ -611,7 +612,7 @@ def test_check_is_not_ok_with_a_broken_invariance():
     assert "another sample" not in str(without)
 
 
-def test_the_page_shows_what_its_code_prints():
+def test_invariances_page_matches_printed_output():
     page = (Path(__file__).parents[2] / "docs/invariances.md").read_text("utf-8")
     names = {"__name__": "__main__"}
     for code, shown in re.findall(
@@ -626,7 +627,7 @@ def test_the_page_shows_what_its_code_prints():
         assert shown.count("BROKEN") > 0
 
 
-def test_the_page_lists_every_question():
+def test_invariances_page_lists_every_question():
     page = (Path(__file__).parents[2] / "docs/invariances.md").read_text("utf-8")
     asked = {
         answer.name
@@ -638,14 +639,14 @@ def test_the_page_lists_every_question():
     assert len(asked) == 9
 
 
-def test_an_answer_says_where_and_by_how_much():
+def test_invariance_text_names_layer_and_change():
     assert str(Invariance("a", "holds")) == "holds"
     assert str(Invariance("a", "broken", 0.25, "", "at 1")) == (
         "BROKEN: moves by 0.25 of the largest output, first in (model) (at 1)"
     )
 
 
-def test_exact_sums_do_not_depend_on_the_number_of_rows():
+def test_exact_sums_are_independent_of_rows():
     torch.manual_seed(0)
     layer, x = nn.Linear(301, 257), torch.randn(67, 301)
     with torch.no_grad():
@@ -661,8 +662,8 @@ def test_exact_sums_do_not_depend_on_the_number_of_rows():
 @pytest.mark.skipif(
     not hasattr(torch, "_grouped_mm"), reason="this torch multiplies no groups"
 )
-def test_exact_sums_of_groups_of_rows():
-    """As mixtures of experts have them: how many rows an expert has depends on the other tokens."""
+def test_exact_sums_match_grouped_matmul():
+    """Match the grouped matmul of mixtures of experts, whose groups depend on all tokens."""
     torch.manual_seed(0)
     x, experts = torch.randn(9, 96), torch.randn(3, 96, 8)
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What ``record`` says of roundings, and that nothing else notices it."""
+"""Rounding statistics of ``record``, and training that is unaffected by the recording."""
 
 import copy
 import math
@@ -139,7 +139,7 @@ def made(kind, config="simulated"):
 
 
 def trained(model, call, record=None):
-    """Train, every second step with two passes: losses, parameters, running ranges and keys; and the recording."""
+    """Train with two passes in every second step, and return losses, parameters and running ranges."""
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=1)
     scheduler, optimizer = (
         cpt.PrecisionScheduler(model, schedule),
@@ -163,7 +163,7 @@ def trained(model, call, record=None):
 
 @cache
 def recorded(kind, config):
-    """Train, and again while it is recorded, which must change nothing; the model and the recording."""
+    """Train with a recording, compare with a plain training, and return the model and the recording."""
     alone = trained(*made(kind, config))
     model, call = made(kind, config)
     recording = cpt.diagnostics.record(model, every=1)
@@ -179,7 +179,8 @@ def recorded(kind, config):
         *product(["convolution", "packed lstm", "gcn", "attention"], ["ladder"]),
     ],
 )
-def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
+def test_record_leaves_training_bit_exact(kind, config):
+    """Record every role without a change of losses, parameters, ranges or noise keys."""
     model, recording = recorded(kind, config)
     assert recording.steps == list(range(STEPS))
     recurrent = [name for name, m in model.named_modules() if isinstance(m, nn.LSTM)]
@@ -216,7 +217,7 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
-def test_both_gradients_of_a_product_are_seen(kind):
+def test_record_measures_both_gradients(kind):
     _, recording = recorded(kind, "gradients apart")
     table = recording.table()
     gradients = table[table["role"].isin(["grad", "weight_grad"])]
@@ -256,8 +257,8 @@ def one_pass(x, weight, bits=2, q_grad=2, config=None, gradient=None):
     return model, recording
 
 
-def test_statistics_of_an_input_by_hand():
-    """On 0, 1, 2, 3 the values become 0, 0, 1, 3: errors 0, 0.25, 0.25, 0."""
+def test_record_input_statistics_match_hand_values():
+    """Round 0, 0.25, 1.25, 3 to the grid 0, 1, 2, 3 with errors 0, 0.25, 0.25, 0."""
     _, recording = one_pass(torch.tensor([[0.0, 0.25, 1.25, 3.0]]), torch.eye(4))
     row = row_of(recording, "input")
     squares, errors = 0.25**2 + 1.25**2 + 9, 2 * 0.25**2
@@ -276,8 +277,8 @@ def test_statistics_of_an_input_by_hand():
     assert math.isnan(row["gradient_to_noise"])
 
 
-def test_ranges_of_several_rows_by_hand():
-    """Rows (0, 1, 3) and (5, 5, 5): 3 of 4 values are used, and 1 of 4; the second row has no error."""
+def test_record_row_ranges_match_hand_values():
+    """Use 3 of 4 values in the row (0, 1.25, 3), and 1 of 4 without error in the row (5, 5, 5)."""
     _, recording = one_pass(
         torch.zeros(1, 3), torch.tensor([[0.0, 1.25, 3.0], [5.0, 5.0, 5.0]])
     )
@@ -295,7 +296,7 @@ def test_ranges_of_several_rows_by_hand():
     "granularity",
     ["per_tensor", "per_row", "per_position", "per_channel", "per_sample_mean"],
 )
-def test_codes_and_values_are_counted_alike(granularity):
+def test_rounding_stats_count_int8_like_values(granularity):
     for key in (None, torch.tensor(5)):
         formats = (
             cpt.Format.affine(4),
@@ -315,8 +316,8 @@ def test_codes_and_values_are_counted_alike(granularity):
         assert codes.distinct_values > 12 * codes.available_values / 16
 
 
-def test_what_lies_outside_its_range_is_clipped():
-    """The mean of (0, 2) and (0, 6) is (0, 4): 6, and nothing else, lies outside."""
+def test_record_counts_clipped_values():
+    """Clip only 6 on the range (0, 4), the mean of the ranges (0, 2) and (0, 6)."""
     quantizers = {
         **cpt.quantization.QUANTIZERS,
         "linear_input": cpt.quantization.Quantizer("per_sample_mean"),
@@ -329,8 +330,8 @@ def test_what_lies_outside_its_range_is_clipped():
     assert (row["low"], row["high"], row["clipped"]) == (0, 4, 0.25)
 
 
-def test_statistics_of_a_format_by_hand():
-    """On e2m1 with scale 1 the values 6, 1.2, 0.2, -3 become 6, 1, 0, -3, four of fifteen values."""
+def test_record_format_statistics_match_hand_values():
+    """Round 6, 1.2, 0.2, -3 in e2m1 to 6, 1, 0, -3, which are four of fifteen values."""
     _, recording = one_pass(
         torch.tensor([[6.0, 1.2, 0.2, -3.0]]), torch.eye(4), 3, 8, CONFIGS["ladder"]
     )
@@ -347,8 +348,8 @@ def test_statistics_of_a_format_by_hand():
     assert (row["underflow"], row["levels_used"]) == (0.25, 4 / 15)
 
 
-def test_blocks_have_values_of_their_own():
-    """Of every block of four, the last of two, e2m1 with a power of two: 2 of 15 values, then 1."""
+def test_record_counts_values_per_block():
+    """Use 2 of 15 values of e2m1 in the first block of four, and 1 in the second."""
     config = cpt.QuantConfig(ladder={2: "mx(e2m1,4):partial=1"})
     _, recording = one_pass(
         torch.tensor([[1.0, 1.0, 2.0, 2.0, 300.0, 300.0]]), torch.eye(6), 2, 2, config
@@ -359,7 +360,7 @@ def test_blocks_have_values_of_their_own():
     assert (row["low"], row["high"]) == (1, 300)
 
 
-def test_gradients_have_the_noise_of_the_training():
+def test_record_reuses_training_noise_key():
     gradient = drawn(5, 3)
     model, recording = one_pass(drawn(5, 4), drawn(3, 4, seed=1), gradient=gradient)
     key = layer_precisions(model)["0"].noise_key
@@ -380,8 +381,8 @@ def test_gradients_have_the_noise_of_the_training():
     )
 
 
-def test_each_gradient_is_on_its_own_levels():
-    """0, 1, 2, 3 of two bits are exact, as is every third of them; one bit leaves the ends."""
+def test_record_separates_gradient_levels():
+    """Round the weight gradient exactly at two bits, and the input gradient with errors at one bit."""
     model = cpt.quantize_(
         nn.Sequential(nn.Linear(4, 4)),
         cpt.QuantConfig().with_gradient_rounding("nearest"),
@@ -408,7 +409,7 @@ def test_each_gradient_is_on_its_own_levels():
 
 
 def rounded_apart(states):
-    """The relative error of states that are rounded to three bits, each on its own range."""
+    """Return the relative error of states rounded to three bits, each on a separate range."""
     errors = [
         fake_quantize(s.contiguous(), torch.tensor(7.0), "per_tensor")[0] - s
         for s in states
@@ -418,8 +419,8 @@ def rounded_apart(states):
     )
 
 
-def test_hidden_states_are_those_that_enter_the_steps():
-    """One sequence, one step after the other: the rounded states of every step, one range for each."""
+def test_record_measures_hidden_states_per_step():
+    """Measure the hidden state of every step on a separate range."""
     torch.manual_seed(0)
     plain, x = nn.LSTM(2, 3, bidirectional=True), drawn(4, 2, 2)
     model = cpt.quantize_(nn.Sequential(copy.deepcopy(plain)))
@@ -439,7 +440,7 @@ def test_hidden_states_are_those_that_enter_the_steps():
         assert row["low"] == min(float(s.min()) for s in states)
 
 
-def test_packed_states_have_the_rows_of_their_steps():
+def test_record_follows_packed_sequence_steps():
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(nn.LSTM(2, 3, bidirectional=True)))
     x = pack_sequence([drawn(n, 2, seed=n) for n in (3, 1)])
@@ -481,9 +482,10 @@ def steps(model, count, *optimizers, accumulate=1):
             optimizer.step()
 
 
-def test_one_step_of_so_many_is_recorded_with_all_passes_whose_gradients_accumulate(
+def test_record_includes_accumulated_gradients_of_step(
     model,
 ):
+    """Record one step in every n with all passes whose gradients accumulate."""
     with cpt.diagnostics.record(model, every=3) as recording:
         steps(model, 8, accumulate=2)
         assert recording.step == 8
@@ -500,7 +502,8 @@ def test_one_step_of_so_many_is_recorded_with_all_passes_whose_gradients_accumul
     )
 
 
-def test_several_optimizers_end_one_step_and_those_of_other_models_none(model):
+def test_record_ends_step_after_all_optimizers(model):
+    """Count one step for several optimisers, and ignore those of unrelated models."""
     other = nn.Linear(2, 2)
     other.weight.grad = torch.ones(2, 2)
     both = [torch.optim.SGD(part.parameters(), 0.1) for part in (*model, other)]
@@ -509,7 +512,7 @@ def test_several_optimizers_end_one_step_and_those_of_other_models_none(model):
     assert recording.steps == [0, 1, 2]
 
 
-def test_an_evaluation_between_two_optimizers_begins_no_step(model):
+def test_record_ignores_evaluation_between_optimizers(model):
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
     with cpt.diagnostics.record(model, every=1) as recording:
         passes(model)
@@ -519,7 +522,7 @@ def test_an_evaluation_between_two_optimizers_begins_no_step(model):
     assert (recording.step, recording.steps) == (1, [0])
 
 
-def test_a_resumed_training_counts_on(model):
+def test_record_continues_step_count(model):
     with cpt.diagnostics.record(model, every=2, step=101) as recording:
         steps(model, 2)
         passes(model)  # what the block leaves unfinished is a step
@@ -531,7 +534,7 @@ def test_a_resumed_training_counts_on(model):
     assert recording.steps == [101, 103]
 
 
-def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
+def test_record_is_idle_between_recorded_steps(model, monkeypatch):
     called = []
     monkeypatch.setattr(
         rounding_stats,
@@ -546,7 +549,7 @@ def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
         assert not called
 
 
-def test_evaluation_is_not_recorded(model):
+def test_record_skips_evaluation(model):
     with cpt.diagnostics.record(model, every=1) as recording:
         model.eval()
         passes(model)
@@ -563,7 +566,7 @@ def test_evaluation_is_not_recorded(model):
     )
 
 
-def test_memory_is_bounded(model, monkeypatch):
+def test_record_thins_steps_to_bound_memory(model, monkeypatch):
     monkeypatch.setattr(recorder, "MAX_RECORDED_STEPS", 4)
     with cpt.diagnostics.record(model, every=1) as recording:
         steps(model, 13)
@@ -571,7 +574,7 @@ def test_memory_is_bounded(model, monkeypatch):
     assert recording.steps == [0, 4, 8, 12]
 
 
-def test_bits_that_change_within_a_step_have_rows_of_their_own(model):
+def test_record_separates_bits_within_step(model):
     with cpt.diagnostics.record(model, every=1) as recording:
         passes(model)
         with cpt.precision(model, 6):
@@ -580,7 +583,7 @@ def test_bits_that_change_within_a_step_have_rows_of_their_own(model):
     assert table[table["role"] == "input"]["bits"].tolist() == [4, 4, 6, 6]
 
 
-def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
+def test_record_lists_late_gradients_as_unseen():
     cpt.quantize_(model := nn.Sequential(nn.Linear(4, 3, bias=False)))
     with cpt.diagnostics.record(model, every=1) as recording:
         with cpt.precision(model, 4, 8):
@@ -589,7 +592,7 @@ def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
     assert recording.missing_roles == {"0/grad": recorder.NOT_ROUNDED}
 
 
-def test_a_weight_that_is_computed_is_seen():
+def test_record_sees_computed_weights():
     class Masked(nn.Linear):
         def forward(self, x):
             return nn.functional.linear(x, self.weight * (self.weight > 0), self.bias)
@@ -604,7 +607,7 @@ def test_a_weight_that_is_computed_is_seen():
     assert "computed_weight" in set(recording.table()["role"])
 
 
-def test_checkpointed_layers_and_copies(model):
+def test_record_handles_checkpoints_and_copies(model):
     with cpt.diagnostics.record(model, every=1) as recording:
         x = drawn(5, 4).requires_grad_()
         checkpoint(model, x, use_reentrant=False).sum().backward()
@@ -615,7 +618,7 @@ def test_checkpointed_layers_and_copies(model):
     assert torch.isfinite(x.grad).all()
 
 
-def test_gradients_of_gradients_stay(model):
+def test_record_preserves_second_derivatives(model):
     def second(x):
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)
@@ -631,7 +634,7 @@ def test_gradients_of_gradients_stay(model):
 # --- what it is told to -----------------------------------------------------------------------------------------------
 
 
-def test_scalars(model):
+def test_record_scalars_match_table(model):
     with cpt.diagnostics.record(model, every=2) as recording:
         steps(model, 3)
     scalars = recording.scalars()
@@ -646,7 +649,7 @@ def test_scalars(model):
     refused("recorded steps: none", cpt.diagnostics.record(model).scalars)
 
 
-def test_what_cannot_be_recorded_is_refused(model):
+def test_record_rejects_unquantised_or_compiled_models(model):
     refused(
         "no quantised layers; call quantize_", cpt.diagnostics.record, nn.Linear(2, 2)
     )
@@ -657,7 +660,7 @@ def test_what_cannot_be_recorded_is_refused(model):
     )
 
 
-def test_records_do_not_nest(model):
+def test_record_rejects_nesting(model):
     with cpt.diagnostics.record(model, every=5) as recording:
         steps(model, 1)
         with (
@@ -676,7 +679,7 @@ def test_records_do_not_nest(model):
         pass
 
 
-def test_compiled_parts_are_listed(model):
+def test_record_lists_compiled_modules_as_unseen(model):
     passes(model)
     model[0].compile(backend="eager")
     with cpt.diagnostics.record(model, every=1) as recording:

@@ -1,4 +1,4 @@
-"""What ``summary`` says of a model and its inputs, against ``check``, which runs a step and watches it."""
+"""``summary`` of a model and its inputs, against ``check``, which runs and watches a step."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import cpt_core as cpt
 
 
 def net(attend=lambda _, q, k: q @ k.mT):
-    """A layer, and products in a child and in the model itself."""
+    """Return a model with a layer, and matmuls in a child and in the model."""
 
     def forward(m, x):
         h = m.linear(x)
@@ -27,7 +27,7 @@ MACS = {"": 3 * 5 * 5 * 6, "linear": 3 * 5 * 8 * 6, "attend": 3 * 5 * 6 * 5}
 @pytest.mark.parametrize(
     "float32", [(), ("attend",), ("linear",), ("attend", "linear")]
 )
-def test_shares_are_those_of_what_runs(float32):
+def test_summary_shares_match_check(float32):
     model = cpt.quantize_(net(), cpt.QuantConfig(float32=float32))
     found = cpt.summary(model, X)
     assert {r.name: r.share for r in found.rows} == {
@@ -43,7 +43,7 @@ def test_shares_are_those_of_what_runs(float32):
     assert set(plain) == set(float32)
 
 
-def test_the_print_says_the_share_of_float32():
+def test_summary_prints_float32_share():
     model = cpt.quantize_(net(), cpt.QuantConfig(float32=("attend",)))
     lines = str(cpt.summary(model, X)).splitlines()
     assert any(
@@ -58,7 +58,7 @@ def test_the_print_says_the_share_of_float32():
     assert "MACs" not in str(cpt.summary(model))
 
 
-def test_a_product_that_what_is_around_it_catches_is_quantised():
+def test_summary_counts_intercepted_functional_matmul():
     model = net(
         lambda _, q, k: getattr(torch, "".join(("mat", "mul")))(q, k.mT)
     )  # which its code does not name
@@ -70,7 +70,7 @@ def test_a_product_that_what_is_around_it_catches_is_quantised():
     assert cpt.check(model, X).quantized_share == 1
 
 
-def test_a_model_that_is_not_converted_is_in_float32():
+def test_summary_of_unconverted_model_is_float32():
     found = cpt.summary(net(), X)
     assert sum(found.float32_shares.values()) == 1
     assert not found.quantized
@@ -103,8 +103,8 @@ def graph():
 
 
 @pytest.mark.parametrize("make", [net, recurrent, convolutional, graph])
-def test_shares_are_the_same_whoever_is_asked(make):
-    """Of matmuls and convolutions alone: normalisation, gates and sums over neighbours are in none of them."""
+def test_summary_ledger_and_check_agree(make):
+    """Count matmuls and convolutions alone, without normalisation, gates and aggregation."""
     left_out = "head" if make is not net else "linear"
     model = cpt.quantize_(make(), cpt.QuantConfig(float32=(left_out,)))
     checked, found = cpt.check(model, X, invariances=False), cpt.summary(model, X)

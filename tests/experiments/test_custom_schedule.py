@@ -1,4 +1,4 @@
-"""A schedule that is added as CONTRIBUTING says leaves everything of the paper's as it is."""
+"""Custom schedules added as in CONTRIBUTING: unchanged grids and figures of the paper."""
 
 import json
 import sys
@@ -54,18 +54,18 @@ def told():
     return json.loads(run_command(sys.executable, "-W", "ignore", "-c", code))
 
 
-def test_the_grids_of_the_paper_stay_as_they_are(told):
+def test_custom_schedule_keeps_paper_grids(told):
     for name, keys in told["keys"].items():
         assert keys == [spec.key for spec in grid_specs(name)], name
     assert [len(keys) for keys in told["keys"].values()][:3] == [66, 66, 66]
 
 
-def test_figure_2_shows_the_paper_s_ten(monkeypatch):
+def test_figure_2_shows_ten_paper_schedules(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "PR", SuiteEntry("linear"))
     assert len(figure_2(total_steps=80).axes) == 10
 
 
-def test_it_can_be_run_and_shown_as_an_arm_of_ones_own(told):
+def test_custom_schedule_runs_as_separate_arm(told):
     assert (told["round trip"], told["bits"], told["savings"], told["kept"]) == (
         True,
         [3, 8],
@@ -75,7 +75,7 @@ def test_it_can_be_run_and_shown_as_an_arm_of_ones_own(told):
     assert 0.3 < told["cost"] < 0.6  # a parabola stays low
 
 
-def test_the_suite_is_the_papers_alone():
+def test_suite_contains_only_paper_schedules():
     assert len(SUITE) == 10
     assert {name: SCHEDULES[name] for name in SUITE} == SUITE
     assert {

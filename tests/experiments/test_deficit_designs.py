@@ -1,4 +1,4 @@
-"""The runs of critical-period experiments, with their controls."""
+"""Designs of critical-period experiments and their controls."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ def windows_of(specs):
     return [(s.recipe.steps, s.schedule.windows) for s in specs]
 
 
-def test_every_length_has_its_controls():
+def test_deficit_scan_adds_controls_per_length():
     specs = designs.deficit_scan(
         deficit_lengths=[0, 10, 30],
         deficit_starts=[0, 5],
@@ -57,9 +57,8 @@ def test_every_length_has_its_controls():
 
 
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
-def test_learning_rates_fall_after_the_deficit_and_are_not_moved_by_windows(
-    scale, dataset, model
-):
+def test_deficit_length_delays_learning_rate_drops(scale, dataset, model):
+    """Shift learning-rate drops by the length of a deficit, but not by a window."""
     settings = deficits(scale, dataset, model)[1]
     lengths, after = settings.lengths, settings.changes["steps"]
     specs = designs.deficit_length(scale, dataset, model, seeds=[0])
@@ -82,7 +81,7 @@ def test_learning_rates_fall_after_the_deficit_and_are_not_moved_by_windows(
 
 
 def drops_of(r):
-    """Steps at which the image task lowers the learning rate, from the rates themselves."""
+    """Return the steps at which an image task lowers its learning rate."""
     assert isinstance(r, ImageRecipe)
     _, rate = ImageTask.optimizer(
         SimpleNamespace(recipe=r, device=torch.device("cpu")), nn.Linear(1, 1)
@@ -152,7 +151,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("grid", PAPER)
-def test_the_paper_s_deficits_and_windows_of_half_the_training(grid):
+def test_deficit_grids_match_paper(grid):
     specs, (at, after, q_min, model, arms) = grids.grid_specs(grid), PAPER[grid]
     if grid.endswith("window"):
         expected = {(after, ()), *((after, ((t, t + after // 2),)) for t in at)}
@@ -179,7 +178,7 @@ def test_the_paper_s_deficits_and_windows_of_half_the_training(grid):
     assert [arm for arm, _ in groupby(s.arm for s in specs)][: len(arms)] == arms
 
 
-def test_arms_of_other_lengths_are_named_in_steps():
+def test_deficit_arms_name_odd_lengths_in_steps():
     specs = designs.deficit_length(
         "paper", "cifar10", deficit_lengths=[16_001], seeds=[0]
     )
@@ -190,7 +189,7 @@ def test_arms_of_other_lengths_are_named_in_steps():
     ]
 
 
-def test_deficits_may_be_arrays():
+def test_deficit_scan_accepts_arrays():
     given = {"steps": 100, "seeds": [0], "deficit_window": 20}
     arrays = designs.deficit_scan(
         deficit_lengths=np.arange(3), deficit_starts=np.array([10]), **given
@@ -200,7 +199,7 @@ def test_deficits_may_be_arrays():
     )
 
 
-def test_deficit_window_without_starts_takes_the_usual_ones():
+def test_deficit_window_uses_default_starts():
     specs = designs.deficit_window(deficit_window=50, controls=False, seeds=[0])
     assert [w for _, w in windows_of(specs)] == [
         ((t, t + 50),) for t in (0, 100, 200, 300)
@@ -213,7 +212,7 @@ def test_deficit_window_without_starts_takes_the_usual_ones():
     )  # the paper has no windows there: half of the training
 
 
-def test_deficits_at_several_q_max_and_decays():
+def test_deficit_scan_combines_q_max_and_decays():
     specs = designs.deficit_scan(
         q_max=[6, 8], decay=["constant", "step", "cosine"], seeds=[0], controls=False
     )
@@ -227,7 +226,7 @@ def test_deficits_at_several_q_max_and_decays():
 @pytest.mark.parametrize(
     ("dataset", "decay"), [("digits", "step"), ("digits-graph", "cosine")]
 )
-def test_decay_of_the_recipe_adds_no_runs(dataset, decay):
+def test_deficit_scan_deduplicates_recipe_decay(dataset, decay):
     given = {"task": task_of_dataset(dataset), "seeds": [0]}
     specs = designs.deficit_scan("demo", dataset, **given)
     assert (
@@ -245,13 +244,13 @@ def test_decay_of_the_recipe_adds_no_runs(dataset, decay):
         ("digits", "cosine", "cosine"),
     ],
 )
-def test_decay_sets_the_rule_of_the_recipe(dataset, decay, rule):
+def test_deficit_scan_sets_learning_rate_rule(dataset, decay, rule):
     task = task_of_dataset(dataset)
     specs = designs.deficit_scan("smoke", dataset, task=task, decay=[decay], seeds=[0])
     assert {s.recipe.lr_rule for s in specs} == {rule}
 
 
-def test_decay_of_a_constant_rate_is_the_recipe_of_detection():
+def test_deficit_scan_constant_decay_matches_detection():
     specs = designs.deficit_scan("smoke", "digit-scenes", task="detection", seeds=[0])
     assert (
         designs.deficit_scan(
@@ -264,7 +263,7 @@ def test_decay_of_a_constant_rate_is_the_recipe_of_detection():
 @pytest.mark.parametrize(
     ("decay", "rates"), [("constant", [0.03] * 3), ("cosine", [0.03, 0.015, 0.0])]
 )
-def test_decay_of_images_changes_the_learning_rate(decay, rates):
+def test_deficit_decay_changes_learning_rate(decay, rates):
     *_, spec = designs.deficit_scan(decay=[decay], seeds=[0])
     task = SimpleNamespace(recipe=spec.recipe, device=torch.device("cpu"))
     _, rate = ImageTask.optimizer(task, nn.Linear(1, 1))
@@ -272,7 +271,7 @@ def test_decay_of_images_changes_the_learning_rate(decay, rates):
     assert [rate(t, ()) for t in (0, steps // 2, steps)] == pytest.approx(rates)
 
 
-def test_changes_reach_the_deficits():
+def test_deficit_scan_applies_recipe_changes():
     specs = designs.deficit_scan(
         deficit_bits=4, learning_rate=0.5, seeds=[7, 8], q_max=[6]
     )
@@ -289,7 +288,7 @@ def test_changes_reach_the_deficits():
 
 
 @pytest.mark.parametrize("scale", RECIPES)
-def test_every_recipe_has_deficits_without_weight_decay(scale):
+def test_deficits_disable_weight_decay_of_recipes(scale):
     for key, plain in RECIPES[scale].items():
         dataset, model = key.split("/")
         if dataset.startswith("own-"):
@@ -309,7 +308,7 @@ def test_every_recipe_has_deficits_without_weight_decay(scale):
     assert (again, again.key) == (specs[-1], specs[-1].key)
 
 
-def test_deficits_that_nobody_chose_are_shares_of_the_training():
+def test_deficits_default_to_training_shares():
     found, settings = deficits("paper", "cifar100", "resnet152")
     assert found == replace(recipe("paper", "cifar100", "resnet152"), weight_decay=0.0)
     assert settings.lengths == (0, 16_000, 32_000, 64_000)
@@ -328,7 +327,7 @@ def test_deficits_that_nobody_chose_are_shares_of_the_training():
     assert unseen.evaluate_every == 4
 
 
-def test_own_data_has_the_deficits_of_its_family():
+def test_deficits_of_user_data_follow_family():
     assert deficits("paper", "a.npz")[1] == DEFICITS_CIFAR
     assert deficits("demo", "ogbn-arxiv", task="graph")[1] == DEFICITS_OWN
     assert deficits("paper", "a.npz")[0].dataset == "a.npz"
@@ -403,5 +402,5 @@ def test_own_data_has_the_deficits_of_its_family():
         ),
     ],
 )
-def test_deficits_that_do_not_fit_are_named(given, message):
+def test_deficit_scan_rejects_invalid_arguments(given, message):
     refused(message, designs.deficit_scan, **given)

@@ -1,4 +1,4 @@
-"""Runs that cost the same, spent in different ways."""
+"""Designs of equal cost that spend it in different ways."""
 
 import json
 
@@ -47,7 +47,7 @@ def spent_by(spec):
         ),
     ],
 )
-def test_arms_of_equal_cost(scale, dataset, model, arms):
+def test_equal_cost_design_lists_matching_arms(scale, dataset, model, arms):
     task = recipe(scale, dataset, model).task
     specs = designs.equal_cost(scale, dataset, model, task=task, seeds=[5])
     assert [s.arm for s in specs] == arms
@@ -87,7 +87,8 @@ def test_arms_of_equal_cost(scale, dataset, model, arms):
         (0.89, 8),
     ],
 )
-def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, static):
+def test_equal_cost_design_selects_affordable_static_bits(budget, static):
+    """Take the lowest static precision that is hardly cheaper than the budget."""
     specs = quietly(
         designs.equal_cost, budget=budget, delay=0.02, seeds=[0], steps=4_000
     )
@@ -105,14 +106,14 @@ def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, stati
     assert all(spent_by(s) <= money + 1e-6 for s in constant[:-1])
 
 
-def test_a_schedule_cheaper_than_the_budget_is_run_in_full():
+def test_equal_cost_design_runs_cheap_schedules_fully():
     specs = quietly(designs.equal_cost, budget=0.9, seeds=[0], steps=4_000)
     rising = next(s for s in specs if s.arm == "ER")
     assert rising.recipe.steps == 4_000
     assert spent_by(rising) < spent_by(specs[0])
 
 
-def test_the_cost_of_a_static_precision_gives_it_in_full():
+def test_equal_cost_design_runs_matching_static_fully():
     specs = quietly(designs.equal_cost, budget=105 / 192, seeds=[0])
     arm = next(s for s in specs if s.arm == "static 5")
     assert arm.schedule == StaticSchedule(5, specs[0].recipe.steps)
@@ -120,7 +121,7 @@ def test_the_cost_of_a_static_precision_gives_it_in_full():
     assert [s.arm for s in specs if s.arm.startswith("static 5")] == ["static 5"]
 
 
-def test_changes_reach_the_arms_of_equal_cost():
+def test_equal_cost_design_applies_recipe_changes():
     specs = quietly(
         designs.equal_cost,
         q_max=[6],
@@ -144,7 +145,7 @@ def test_changes_reach_the_arms_of_equal_cost():
 
 
 @pytest.mark.parametrize("name", [name for name in grids.GRIDS if "equal_cost" in name])
-def test_named_grids_of_equal_cost(name):
+def test_equal_cost_grids_meet_budget(name):
     for scale in grids.GRIDS[name].scales:
         specs = quietly(grids.grid_specs, name, scale)
         money = spent_by(specs[0])
@@ -180,7 +181,7 @@ def test_named_grids_of_equal_cost(name):
         ({"task": "graph"}, "is for task 'image', not 'graph'"),
     ],
 )
-def test_costs_that_cannot_be_equal(given, message):
+def test_equal_cost_design_rejects_unreachable_budgets(given, message):
     with pytest.raises(ValueError, match=message):
         quietly(
             designs.equal_cost,

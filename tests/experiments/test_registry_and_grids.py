@@ -123,7 +123,7 @@ SETTINGS = {  # data set, model and preset -> fields at paper scale
 
 
 @pytest.mark.parametrize(("name", "preset"), SETTINGS)
-def test_settings_and_grids_of_the_paper(name, preset):
+def test_paper_recipes_and_grids_match_settings(name, preset):
     dataset, _, model = name.partition("/")
     found, fields = (
         recipe("paper", dataset, model or None, preset),
@@ -150,8 +150,8 @@ def test_settings_and_grids_of_the_paper(name, preset):
     [("cifar10", 50_000, 164), ("imagenet", 1_281_167, 90), ("voc2012", 5_717, 120)],
 )
 @pytest.mark.parametrize("preset", ["ours", "authors"])
-def test_the_papers_trainings_take_all_pictures(dataset, there, epochs, preset):
-    """Nothing is held out where the paper tunes nothing; steps are so many epochs of all there is."""
+def test_paper_recipes_train_on_all_images(dataset, there, epochs, preset):
+    """Hold no data out where the paper tunes nothing, and derive the steps from its epochs."""
     r = recipe("paper", dataset, None, preset)
     assert (r.train_images, r.valid_images, r.test_images) == (None, 0, None)
     epoch = -(-there // r.batch)
@@ -163,8 +163,8 @@ def test_the_papers_trainings_take_all_pictures(dataset, there, epochs, preset):
         assert r.evaluate_every == (5 if dataset == "voc2012" else 1) * epoch
 
 
-def test_q_agg_has_the_grid_of_fp_agg():
-    """Figure 6 has both; static q_max is a run that figure 5 has too."""
+def test_q_agg_grid_matches_fp_agg():
+    """Mirror the FP-Agg grid of figure 6, and share the static runs of figure 5."""
     for dataset in ("ogbn-arxiv", "ogbn-products"):
         fp, q = (
             grids.grid_specs(f"{dataset}/{name}")
@@ -181,7 +181,7 @@ def test_q_agg_has_the_grid_of_fp_agg():
         assert len({s.key for s in q} & {s.key for s in both}) == 3
 
 
-def test_gradients_and_milestones_of_the_authors():
+def test_authors_preset_sets_gradients_and_milestones():
     spec, *_ = designs.quality_cost(
         "paper", "cifar10", preset="authors", q_max=[6], seeds=[0], schedules=["CR"]
     )
@@ -194,7 +194,7 @@ def test_gradients_and_milestones_of_the_authors():
 
 
 @pytest.mark.parametrize("scale", RECIPES)
-def test_every_recipe_makes_specs_that_round_trip(scale):
+def test_run_spec_roundtrips_for_every_recipe(scale):
     for key, r in RECIPES[scale].items():
         spec = run_spec(r, "CR", q_max=8, seed=1, scale=scale)
         again = RunSpec.from_dict(spec.to_dict())
@@ -202,7 +202,7 @@ def test_every_recipe_makes_specs_that_round_trip(scale):
         assert spec.schedule.q_min == r.q_min
 
 
-def test_key_depends_on_everything_but_the_seeds_of_the_grid():
+def test_run_key_ignores_only_grid_seeds():
     spec = run_spec(recipe("demo"), "CR", q_max=8, seed=0)
     assert replace(spec, recipe=replace(spec.recipe, seeds=(7,))).key == spec.key
     for other in (
@@ -228,8 +228,8 @@ LATER = {
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_a_field_that_came_later_is_in_specs_where_it_is_not_the_default(name):
-    """All rows from before it was there have keys without it."""
+def test_run_spec_omits_default_later_fields(name):
+    """Omit fields that were added later at their default, so that keys of older rows stay valid."""
     default, other = LATER[name]
     plain = run_spec(recipe("demo"), "CR", q_max=8, seed=0)
     assert name not in plain.to_dict()["recipe"]
@@ -244,7 +244,7 @@ def test_a_field_that_came_later_is_in_specs_where_it_is_not_the_default(name):
     assert RunSpec.from_dict(changed.to_dict()) == changed != plain
 
 
-def test_every_task_refuses_an_arithmetic_that_there_is_not():
+def test_recipe_rejects_unknown_arithmetic():
     for experiment in EXPERIMENTS.values():
         some = next(
             r
@@ -265,7 +265,8 @@ def test_every_task_refuses_an_arithmetic_that_there_is_not():
             )
 
 
-def test_static_arms_keep_the_gradient_bits_and_are_cheaper():
+def test_static_arm_keeps_gradient_bits():
+    """Keep the gradient bits in a static arm of fewer bits, and lower its cost."""
     spec = run_spec(recipe("demo"), "static 5", q_max=8, seed=0)
     assert spec.q_grad == 8
     assert relative_cost(
@@ -273,7 +274,7 @@ def test_static_arms_keep_the_gradient_bits_and_are_cheaper():
     ) == pytest.approx(105 / 192)
 
 
-def test_a_curve_of_ones_own_in_a_spec():
+def test_run_spec_accepts_user_schedule():
     r = recipe("demo")
     curve = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=r.steps)
     spec = RunSpec(r, curve, q_max=8, q_grad=8, seed=0, arm="mine", scale="demo")
@@ -493,11 +494,11 @@ def test_a_curve_of_ones_own_in_a_spec():
         ),
     ],
 )
-def test_wrong_values_are_named(call, message):
+def test_quality_cost_design_rejects_wrong_values(call, message):
     refused(message, call)
 
 
-def test_a_spec_holds_what_json_can_hold_and_data_that_there_are():
+def test_run_spec_accepts_arrays_and_known_datasets():
     own = designs.quality_cost(
         "smoke", schedules=["CR"], static_bits=[], seeds=range(2)
     )
@@ -517,7 +518,8 @@ def test_a_spec_holds_what_json_can_hold_and_data_that_there_are():
     )
 
 
-def test_smoke_never_resumes():
+def test_check_parameters_separates_smoke_stores():
+    """Give every smoke run a separate store, so that it never resumes."""
     assert (
         check_parameters(scale="smoke").store != check_parameters(scale="smoke").store
     )
@@ -540,7 +542,7 @@ OWN = {  # scale, data set, model, task -> fields of the nearest recipe
 
 
 @pytest.mark.parametrize("asked", OWN)
-def test_own_data_and_large_ones_below_paper_scale_use_the_nearest_recipe(asked):
+def test_recipe_falls_back_to_nearest_family(asked):
     scale, dataset, model, task = asked
     found = recipe(scale, dataset, model, task=task)
     assert {name: getattr(found, name) for name in OWN[asked]} == OWN[asked]
@@ -610,11 +612,11 @@ def test_own_data_and_large_ones_below_paper_scale_use_the_nearest_recipe(asked)
         ),
     ],
 )
-def test_wrong_fields_of_a_recipe_are_named(dataset, changes, message):
+def test_recipe_rejects_wrong_fields(dataset, changes, message):
     refused(message, replace, recipe("smoke", dataset), **changes)
 
 
-def test_every_arm_is_run_at_every_learning_rate():
+def test_quality_cost_runs_every_learning_rate():
     specs = designs.quality_cost(
         "paper", "xnli", schedules=["CR"], q_max=[8], seeds=[0]
     )
@@ -642,7 +644,7 @@ def test_every_arm_is_run_at_every_learning_rate():
 
 
 @pytest.mark.parametrize("task", EXPERIMENTS)
-def test_an_experiment_holds_together(task):
+def test_experiment_declarations_are_consistent(task):
     experiment = EXPERIMENTS[task]
     families = {d.name: d for d in experiment.datasets}
     assert len(families) == len(experiment.datasets)
@@ -673,7 +675,7 @@ def test_an_experiment_holds_together(task):
         }
 
 
-def test_a_name_belongs_to_one_data_set_and_one_task():
+def test_dataset_name_has_one_task():
     assert len(DATASETS) == sum(len(e.named_datasets) for e in EXPERIMENTS.values())
     for task, experiment in EXPERIMENTS.items():
         assert {task_of_dataset(name) for name in experiment.named_datasets} == {task}
@@ -692,12 +694,12 @@ def test_a_name_belongs_to_one_data_set_and_one_task():
     "path",
     ["my/images", "images/", "a.npz,b.npz", "g.pt", "C:\\data\\images", "images\\"],
 )
-def test_paths_are_ones_own_on_every_system(path):
+def test_user_paths_are_recognised_on_every_system(path):
     assert is_own(path)
     assert not any(map(is_own, DATASETS))
 
 
-def test_stand_ins_say_what_they_are_in_every_grid():
+def test_grid_descriptions_identify_embedded_data():
     for name, grid in grids.GRIDS.items():
         if name in STAND_INS:
             continue
@@ -714,7 +716,7 @@ def test_stand_ins_say_what_they_are_in_every_grid():
 @pytest.mark.parametrize(
     "name", [name for name in grids.GRIDS if "deficit" in name or "equal_cost" in name]
 )
-def test_arms_of_named_grids_are_told_apart_and_have_every_seed(name):
+def test_grid_arms_are_unique_with_every_seed(name):
     for scale in grids.GRIDS[name].scales:
         specs = grids.grid_specs(name, scale)
         assert len({s.key for s in specs}) == len(specs)
@@ -723,7 +725,7 @@ def test_arms_of_named_grids_are_told_apart_and_have_every_seed(name):
         }
 
 
-def test_select_takes_runs_that_meet_every_condition():
+def test_select_filters_runs_by_every_condition():
     specs = designs.quality_cost("demo", seeds=[0, 1])
     kept = grids.select(specs, savings=["small", "static"])
     assert {s.arm for s in kept} == {
@@ -751,14 +753,14 @@ def test_select_takes_runs_that_meet_every_condition():
         ("xnli/one_and_two_cycles", 36, 3, 3),
     ],
 )
-def test_stand_in_grids_have_the_runs_of_their_figure(name, runs, arms, seeds):
+def test_stand_in_grids_match_figures(name, runs, arms, seeds):
     specs = grids.grid_specs(name)
     assert len({s.key for s in specs}) == len(specs) == runs
     assert len({s.arm for s in specs}) == arms
     assert len({s.seed for s in specs}) == seeds
 
 
-def test_stand_in_grids_of_cifar_go_seed_by_seed():
+def test_cifar_stand_in_grids_order_by_seed():
     specs = grids.grid_specs("cifar10-jpeg/figure_3")
     assert [s.seed for s in specs] == [
         seed for seed in (10, 11, 12, 13) for _ in range(15)
@@ -766,7 +768,7 @@ def test_stand_in_grids_of_cifar_go_seed_by_seed():
     assert [s.arm for s in specs[:5]] == ["static 8", "CR", "RR", "ER", "static 4"]
 
 
-def test_deficits_without_controls_are_those_of_table_1():
+def test_deficits_without_controls_match_table_1():
     arms = {s.arm for s in grids.grid_specs("cifar10-jpeg/table_1")}
     assert sum(arm.startswith("no deficit") for arm in arms) == 1
     assert "[3900, 7800) of 7800" not in arms

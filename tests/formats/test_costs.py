@@ -1,4 +1,4 @@
-"""Costs of products: by hand, against BitOps, on ladders, by name."""
+"""Costs of operations: by hand, against bit operations, on ladders and by name."""
 
 from itertools import pairwise
 
@@ -45,7 +45,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("pair", BY_HAND, ids="-".join)
-def test_prices_by_hand(pair):
+def test_costs_match_hand_values(pair):
     a, b = map(Format.of, pair)
     bits, adders, moved, energy = BY_HAND[pair]
     for first, second in ((a, b), (b, a)):
@@ -57,19 +57,19 @@ def test_prices_by_hand(pair):
         assert found["energy"] == pytest.approx(energy, rel=1e-12)
 
 
-def test_work_is_priced_by_macs_or_by_elements():
+def test_costs_use_macs_or_elements():
     a, b = Format.affine(4), Format.affine(8)
     assert COSTS["ace"].product(a, b, 10, (2, 3, 5)) == 320
     assert COSTS["traffic"].product(a, b, 10, (2, 3, 5)) == 2 * 0.5 + 3 + 5 * 4
 
 
-def test_the_gradients_of_a_step_may_have_two_formats():
+def test_step_cost_accepts_two_gradient_formats():
     found = Operands(*map(Format.of, ("affine2", "affine3", "affine5", "affine7")))
     assert COSTS["ace"].step(found) == 2 * 3 + 5 * 3 + 7 * 2
     assert set(OPERANDS_BY_PASS) == {"forward", "error", "weight"}
 
 
-def test_every_cost_has_a_unit_and_a_source():
+def test_costs_have_unit_and_source():
     assert list(COSTS) == ["bitops", "ace", "multiplier", "traffic", "energy"]
     for name, one in COSTS.items():
         assert one.name == name
@@ -81,7 +81,7 @@ def test_every_cost_has_a_unit_and_a_source():
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_more_bits_cost_more(name):
+def test_costs_increase_with_bits(name):
     chains = [
         [Format.affine(q) for q in range(1, 24)],
         [Format.symmetric(q) for q in range(2, 24)],
@@ -95,7 +95,7 @@ def test_more_bits_cost_more(name):
             assert all(low < high for low, high in pairwise(prices))
 
 
-def test_bitops_of_the_paper_s_ladder_are_step_cost():
+def test_ladder_bitops_equal_step_cost():
     for g in range(1, 33):
         of = AFFINE.cost("bitops", gradients=g)
         assert [of(q) * 1024 for q in range(1, 33)] == cost.step_cost(
@@ -107,7 +107,7 @@ def test_bitops_of_the_paper_s_ladder_are_step_cost():
 
 
 @pytest.mark.parametrize("arm", ["CR", "RTH", "ETV"])
-def test_relative_cost_by_bitops_is_what_it_was(arm):
+def test_relative_cost_by_bitops_equals_default(arm):
     schedule = make(arm, total_steps=12_345)
     plain = schedule.relative_cost()
     assert (
@@ -119,7 +119,7 @@ def test_relative_cost_by_bitops_is_what_it_was(arm):
     assert schedule.relative_cost(6, 16, cost="bitops") == schedule.relative_cost(6, 16)
 
 
-def test_a_schedule_on_a_ladder_by_hand():
+def test_relative_cost_on_ladder_matches_hand_values():
     schedule = quietly(make, "CR", q_min=4, total_steps=800)
     shares = {q: schedule.share_at(q) for q in range(4, 9)}
     significands = {4: 2, 5: 3, 6: 3, 7: 4, 8: 4}
@@ -141,7 +141,7 @@ def test_a_schedule_on_a_ladder_by_hand():
     ) / (3 * 16 * 16)
 
 
-def test_gradients_have_a_format_of_their_own():
+def test_ladder_cost_accepts_gradient_format():
     levels = (
         LADDER.cost("ace", gradients=6),
         LADDER.cost("ace", gradients="e3m2"),
@@ -151,7 +151,7 @@ def test_gradients_have_a_format_of_their_own():
     assert LADDER.cost("ace", gradients=FORMATS["bf16"])(4) == 4 * 4 + 2 * 4 * 16
 
 
-def test_groups_of_layers_are_priced_by_name():
+def test_layered_schedule_cost_weights_groups():
     parts = (
         (("conv*",), StaticSchedule(4, 10), 30),
         (("fc",), StaticSchedule(8, 10), 10),
@@ -163,7 +163,7 @@ def test_groups_of_layers_are_priced_by_name():
     assert 0.75 < found < 1
 
 
-def test_roles_apart_are_priced_by_their_operands():
+def test_role_schedules_cost_prices_operands():
     cycle = TableSchedule(((4, 3), (8, 1)))
     roles = RoleSchedules(
         weight=cycle, activation=StaticSchedule(8, 4), error=6, weight_gradient=8
@@ -183,7 +183,8 @@ def test_roles_apart_are_priced_by_their_operands():
 
 
 @pytest.mark.parametrize("spent", [{}, {"cost": "ace"}, {"ladder": AFFINE}])
-def test_the_baseline_of_roles_has_gradients_of_q_max_bits(spent):
+def test_role_schedules_baseline_uses_q_max(spent):
+    """Give the baseline gradients of q_max bits."""
     roles = RoleSchedules(
         weight=TableSchedule(((4, 3), (8, 1))), activation=8, error=6, weight_gradient=5
     )
@@ -195,7 +196,7 @@ def test_the_baseline_of_roles_has_gradients_of_q_max_bits(spent):
         )
 
 
-def test_a_float_phase_is_priced_as_float32():
+def test_delayed_schedule_prices_float32_phase():
     held = DelayedSchedule(quietly(make, "CR", total_steps=600), 200, 32)
     # 200 steps of float32 in all three products, then the cycle
     rest = quietly(make, "CR", total_steps=600).relative_cost(cost="energy")
@@ -208,7 +209,7 @@ def test_a_float_phase_is_priced_as_float32():
 
 
 @pytest.mark.parametrize("name", ["ace", "multiplier", "energy", "traffic"])
-def test_a_schedule_for_a_budget_by_name(name):
+def test_solve_schedule_meets_named_budget(name):
     for ladder, q_min in ((None, 3), (LADDER, 4)):
         solved = quietly(
             solve_schedule, 0.95, q_min, 8, 6_400, cost=name, ladder=ladder
@@ -221,7 +222,7 @@ def test_a_schedule_for_a_budget_by_name(name):
     )
 
 
-def test_bad_names_say_what_there_is():
+def test_costs_reject_unknown_names():
     listed = ", ".join(COSTS)
     schedule = StaticSchedule(8, 10)
     for call in (
@@ -246,7 +247,7 @@ def test_bad_names_say_what_there_is():
     refused("unknown format 'e9'", LADDER.cost, "ace", gradients="e9")
 
 
-def test_bad_ladders_are_refused():
+def test_relative_cost_rejects_bad_ladders():
     with pytest.raises(
         ValueError,
         match="the ladder has a hole at level 3: its levels are 4, 5, 6, 7, 8",

@@ -1,4 +1,4 @@
-"""Formats as values: every value of every small format, names, ladders, bad input."""
+"""Number formats: all values of small formats, names, ladders and invalid input."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_every_value_is_that_of_ml_dtypes(name):
+def test_format_values_match_ml_dtypes(name):
     format, dtype = Format.of(name), np.dtype(THEIRS[name])
     codes = np.arange(2**format.bits).astype(
         np.uint8 if format.bits <= 8 else np.uint16
@@ -54,7 +54,7 @@ def test_every_value_is_that_of_ml_dtypes(name):
     assert bool(np.isnan(values).any()) == (format.specials != "none")
 
 
-def test_other_values():
+def test_format_values_match_hand_lists():
     assert FORMATS["affine2"].values().tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert FORMATS["symmetric3"].values().tolist() == [-3, -2, -1, 0, 1, 2, 3]
     assert FORMATS["log2_3"].values().tolist() == [-1, -0.5, -0.25, 0, 0.25, 0.5, 1]
@@ -106,7 +106,7 @@ blocks = st.one_of(
 
 
 @given(st.one_of(elements, blocks), st.booleans(), options())
-def test_a_name_gives_the_format_back(format, saturate, chosen):
+def test_format_name_roundtrips(format, saturate, chosen):
     format = replace(format, saturate=saturate)
     assert Format.of(str(format)) == format
     assert Format.of(format) is format
@@ -122,7 +122,8 @@ def test_a_name_gives_the_format_back(format, saturate, chosen):
 
 
 @given(st.one_of(elements, blocks), options())
-def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, chosen):
+def test_on_level_overrides_only_named_fields(format, chosen):
+    """Change what the level names, and take the remaining fields from the role."""
     role = Quantizer("per_tensor", "stochastic", running=True)
     level = FormatQuantizer(format=format, **chosen)
     found = on_level(role, level)
@@ -221,11 +222,11 @@ def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, c
         ),
     ],
 )
-def test_bad_formats_are_refused(make, words):
+def test_format_rejects_invalid_fields(make, words):
     refused(words, make)
 
 
-def test_ladders():
+def test_format_ladder_is_sorted_mapping():
     ladder = FormatLadder({8: "e4m3", 3: "mxfp4", 4: Format.nvfp4()})
     assert ladder.levels == tuple(ladder) == (3, 4, 8)
     assert [level in ladder for level in (2, 3)] == [False, True]
@@ -239,7 +240,7 @@ def test_ladders():
         st.integers(1, 32), st.one_of(elements, blocks), min_size=1, max_size=6
     )
 )
-def test_ladders_come_back_from_their_description(formats):
+def test_format_ladder_roundtrips_through_dict(formats):
     ladder = FormatLadder(formats)
     assert FormatLadder.from_dict(ladder.to_dict()) == ladder
     filled = ladder.filled()
@@ -260,11 +261,11 @@ def test_ladders_come_back_from_their_description(formats):
         None,
     ],
 )
-def test_bad_ladders_are_refused(bad):
+def test_format_ladder_rejects_invalid_levels(bad):
     refused(r"ladder is a mapping|level|unknown format", FormatLadder, bad)
 
 
-def test_a_hole_is_named():
+def test_format_ladder_names_missing_level():
     ladder = FormatLadder({3: "e2m1", 8: "e4m3"})
     refused(
         r"hole at level 5: its levels are 3, 8; ladder.filled\(\)",
@@ -280,7 +281,7 @@ def test_a_hole_is_named():
     assert AFFINE[23] == Format.affine(23)
 
 
-def test_a_stored_ladder_is_found_again_in_another_process():
+def test_format_ladder_hash_is_stable_across_processes():
     stored = pickle.dumps(FormatLadder({3: "mxfp4", 8: "e4m3"}))
     code = (
         "import pickle; from cpt_extras.formats.ladder import FormatLadder\n"

@@ -29,7 +29,7 @@ def dense(source, destination, nodes):
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=WITH_CUDA)])
-def test_aggregates_as_a_dense_product_does_forward_and_backward(device, reduce):
+def test_graph_aggregate_matches_dense_matmul(device, reduce):
     source, destination = random_edges()
     destination[destination == 7] = 8  # a node without in-edges
     graph = Graph.from_edges(source, destination, 30).to(device)
@@ -47,7 +47,8 @@ def test_aggregates_as_a_dense_product_does_forward_and_backward(device, reduce)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_half_precision_is_summed_in_float32_and_types_stay(dtype):
+def test_graph_aggregate_sums_half_in_float32(dtype):
+    """Sum half precision in float32, and return the type of the input."""
     graph = Graph.from_edges(
         torch.zeros(4096, dtype=torch.int64), torch.ones(4096, dtype=torch.int64), 2
     )
@@ -56,7 +57,7 @@ def test_half_precision_is_summed_in_float32_and_types_stay(dtype):
     assert y[1].item() == 4096  # bfloat16 alone would stop at 256
 
 
-def test_parallel_edges_self_loops_and_graphs_without_edges():
+def test_graph_handles_parallel_and_missing_edges():
     graph = Graph.from_edges(torch.tensor([0, 0, 1]), torch.tensor([1, 1, 1]), 2)
     assert graph.aggregate(torch.tensor([[1.0], [10.0]])).tolist() == [[0.0], [12.0]]
     assert graph.in_degrees.tolist() == [0, 3]
@@ -69,7 +70,7 @@ def test_parallel_edges_self_loops_and_graphs_without_edges():
     assert x.grad.eq(0).all()
 
 
-def test_graphs_and_blocks_of_dgl():
+def test_as_graph_converts_dgl_graphs():
     source, destination = random_edges()
     g = dgl.graph((source, destination), num_nodes=30)
     graph = as_graph(g)
@@ -96,8 +97,8 @@ def test_graphs_and_blocks_of_dgl():
     )
 
 
-def test_graph_from_pyg_takes_edges_without_weights():
-    """``Data`` of PyTorch Geometric has these attributes."""
+def test_graph_from_pyg_rejects_edge_weights():
+    """Accept objects with the attributes of PyTorch Geometric's ``Data``, without edge weights."""
     edges = random_edges()
     data, x = SimpleNamespace(edge_index=edges, num_nodes=30), torch.randn(30, 3)
     assert torch.equal(
@@ -185,7 +186,7 @@ def test_graph_from_pyg_takes_edges_without_weights():
         ),
     ],
 )
-def test_bad_input(make, message):
+def test_graph_rejects_invalid_edges(make, message):
     refused(message, make)
 
 
@@ -193,7 +194,7 @@ def triangle():
     return Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
 
 
-def test_sum_is_one_operator_for_recorders():
+def test_graph_sum_is_one_traced_operator():
     graph = Graph.from_edges(*random_edges(), 30)
     nodes = make_fx(lambda h: graph.aggregate(h))(torch.randn(30, 4)).graph.nodes
     assert [str(node.target) for node in nodes if node.op == "call_function"][
@@ -204,7 +205,7 @@ def test_sum_is_one_operator_for_recorders():
 # --- constant features ----------------------------------------------------------------------------
 
 
-def test_constant_features_are_summed_once_per_key():
+def test_graph_caches_sums_of_constant_features():
     graph, x = triangle(), torch.rand(3, 2)
     graph.set_constant(x)
     calls = []
@@ -226,7 +227,7 @@ def test_constant_features_are_summed_once_per_key():
     assert not kept.is_inference()  # training may use what evaluation computed
 
 
-def test_what_is_computed_of_a_kept_table_is_kept_with_it():
+def test_graph_caches_derived_tables():
     graph = Graph.from_edges(*random_edges(), 30)
     x, calls = torch.randn(30, 5), []
     graph.set_constant(x)
@@ -245,7 +246,7 @@ def test_what_is_computed_of_a_kept_table_is_kept_with_it():
 
 
 @pytest.mark.parametrize("sources", [30, 50])
-def test_edges_the_other_way_round(sources):
+def test_graph_transposed_reverses_edges(sources):
     drawn = torch.Generator().manual_seed(0)
     destination, source = (
         torch.randint(30, (99,), generator=drawn).sort().values,
@@ -269,7 +270,7 @@ def test_edges_the_other_way_round(sources):
 
 
 def names_of(nodes, block, level):
-    """Edges of a block in the graph's own numbers; ``level`` are those of its destinations."""
+    """Return the edges of a block in node numbers of the graph, given its destinations."""
     destination = torch.repeat_interleave(
         torch.arange(block.num_dst), block.indptr.diff().long()
     )
@@ -282,7 +283,7 @@ def names_of(nodes, block, level):
     )
 
 
-def test_blocks_hold_edges_of_the_graph_and_no_neighbour_twice():
+def test_sample_blocks_returns_distinct_graph_edges():
     source, destination = random_edges(40, 400)
     unique = torch.unique(torch.stack([source, destination]), dim=1)
     graph = Graph.from_edges(*unique, 40)
@@ -307,14 +308,14 @@ def test_blocks_hold_edges_of_the_graph_and_no_neighbour_twice():
         ]
 
 
-def test_all_neighbours_without_a_fanout():
+def test_sample_blocks_without_fanout_takes_all():
     graph = Graph.from_edges(*random_edges(), 30)
     nodes, (block,) = sample_blocks(graph, torch.arange(30), [None], torch.Generator())
     x = torch.randn(30, 4)
     torch.testing.assert_close(block.aggregate(x[nodes]), graph.aggregate(x))
 
 
-def test_a_sample_is_a_function_of_the_generator():
+def test_sample_blocks_follows_generator():
     graph = Graph.from_edges(*random_edges(100, 3000), 100)
 
     def sample(seed):
@@ -327,8 +328,8 @@ def test_a_sample_is_a_function_of_the_generator():
     assert not torch.equal(sample(1)[1][1].indices, sample(2)[1][1].indices)
 
 
-def test_samples_of_a_checked_graph_are_not_checked_again():
-    """Every check reads a number back, for which a GPU must be waited for."""
+def test_sample_blocks_skips_repeated_validation():
+    """Validate a graph once, since every check makes the CPU wait for the GPU."""
     with OpRecorder() as ran:
         graph = Graph.from_edges(*random_edges(), 30)
     assert ran.count("_local_scalar_dense")
@@ -348,8 +349,8 @@ def test_samples_of_a_checked_graph_are_not_checked_again():
     assert all(torch.equal(other.aggregate(x), graph.aggregate(x)) for other in copies)
 
 
-def test_every_neighbour_is_equally_likely_as_with_dgl():
-    """4,000 stars with the same 12 leaves, 4 sampled of each: frequencies of leaves and of a pair, also of DGL's."""
+def test_sample_blocks_is_uniform_like_dgl():
+    """Sample 4 of 12 leaves of 4,000 stars as uniformly as DGL does, singly and in pairs."""
     n = 4000
     stars, leaves = torch.arange(n), torch.arange(n, n + 12)
     edges = leaves.repeat(n), stars.repeat_interleave(12)

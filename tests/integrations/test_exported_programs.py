@@ -1,4 +1,4 @@
-"""A model handed over for inference: torch alone runs it, on weights of a byte, and finds the same numbers."""
+"""Models exported for inference: int8 weights, run by torch alone, with equal outputs."""
 
 import copy
 import operator
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def filled(model, *inputs, **config):
-    """Convert, fill the running ranges as training does, and go to evaluation."""
+    """Convert a model, fill its running ranges and switch to evaluation."""
     torch.manual_seed(0)
     cpt.quantize_(model, cpt.QuantConfig(**config))
     with cpt.precision(model, 8), torch.no_grad():
@@ -89,7 +89,7 @@ def evaluated(model, inputs, bits):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The programs; what a process without this package makes of them, and the evaluation here, by model."""
+    """Export models, and return the programs and the outputs with and without this package."""
     folder, programs, expected, inputs = tmp_path_factory.mktemp("programs"), {}, {}, {}
     for name, (make, example, others, bits) in MODELS.items():
         torch.manual_seed(1)
@@ -105,7 +105,8 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_torch_alone_finds_the_same_numbers(name, alone):
+def test_exported_program_matches_model_in_torch(name, alone):
+    """Run programs in a process without this package, and get the outputs of the model."""
     found, expected = alone[1][name]
     if name == "decoder":  # which leaves its cache behind, here it has one
         assert expected.past_key_values is not None
@@ -119,7 +120,7 @@ def test_torch_alone_finds_the_same_numbers(name, alone):
         assert torch.equal(found, expected)
 
 
-def test_weights_are_bytes_and_the_file_a_quarter(tmp_path):
+def test_exported_program_stores_int8_weights(tmp_path):
     model = filled(
         nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)),
         *numbers(4, 512),
@@ -142,7 +143,7 @@ def test_weights_are_bytes_and_the_file_a_quarter(tmp_path):
     )
 
 
-def test_a_program_holds_operations_of_torch_only(alone):
+def test_exported_program_contains_only_torch_operations(alone):
     program = alone[0]["convolutions"]
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
     assert {op.namespace for op in called - {operator.getitem}} == {"aten"}
@@ -150,7 +151,7 @@ def test_a_program_holds_operations_of_torch_only(alone):
     assert not any("stack_trace" in node.meta for node in program.graph.nodes)
 
 
-def test_a_batch_may_outgrow_what_is_rounded_in_one_part():
+def test_exported_program_accepts_larger_batches():
     model = filled(nn.Sequential(nn.Linear(70_000, 2)), *numbers(2, 70_000))
     program, x = cpt.export(model, numbers(2, 70_000)), numbers(9, 70_000)
     assert torch.equal(program.module()(*x), evaluated(model, x, 8))
@@ -172,7 +173,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_configuration(name):
+def test_export_supports_every_configuration(name):
     model = filled(small(), pictures(), **CONFIGS[name])
     program = cpt.export(model, (pictures(),), 4)
     assert torch.equal(
@@ -181,7 +182,7 @@ def test_any_configuration(name):
     )
 
 
-def test_a_model_of_half_a_type_stays_one():
+def test_export_preserves_bfloat16():
     x = numbers(4, 12)[0].bfloat16()
     model = filled(perceptron().bfloat16(), x)
     found = cpt.export(model, (x,)).module()(3 * x)
@@ -191,7 +192,7 @@ def test_a_model_of_half_a_type_stays_one():
     )
 
 
-def test_products_on_codes_agree_up_to_their_rounding():
+def test_export_matches_int8_up_to_rounding():
     model = filled(small(), pictures(), execution="integer")
     x = pictures(1)
     assert torch.allclose(
@@ -202,7 +203,7 @@ def test_products_on_codes_agree_up_to_their_rounding():
     )
 
 
-def test_bits_of_every_layer_and_of_the_schedule():
+def test_export_takes_bits_per_layer_or_schedule():
     model, x = filled(perceptron(), *numbers(4, 12)), numbers(6, 12)
     by_layer = {"0": 3, "*": 7}
     assert torch.equal(
@@ -226,7 +227,8 @@ def test_bits_of_every_layer_and_of_the_schedule():
     )
 
 
-def test_the_model_stays_as_it_is_and_free_sizes_can_be_chosen():
+def test_export_leaves_model_unchanged():
+    """Leave the model unchanged, and fix the sizes that `dynamic_shapes` does not name."""
     model, x = filled(perceptron(), *numbers(4, 12)), numbers(6, 12)
     other, before = copy.deepcopy(model), evaluated(model, x, 8)
     program = cpt.export(model, x, dynamic_shapes=({},))
@@ -246,14 +248,14 @@ def test_the_model_stays_as_it_is_and_free_sizes_can_be_chosen():
     )
 
 
-def test_other_bits_are_refused():
+def test_export_rejects_unsupported_bits():
     said = "bits, if not 'q_max', are codes of a byte and must be a whole number of at least 1 and at most 8"
     model = filled(perceptron(), *numbers(4, 12))
     for bits in (0, 9, 24, 2.5, "float", "8", None, {"0": 8, "*": 16}):
         refused(said, cpt.export, model, numbers(2, 12), bits)
 
 
-def test_models_that_cannot_be_handed_over_are_refused():
+def test_export_rejects_unsupported_models():
     x = numbers(2, 12)
     refused("no quantised layers; call quantize_", cpt.export, perceptron().eval(), x)
     model = cpt.quantize_(perceptron())
@@ -338,7 +340,7 @@ KEEPING_WEIGHTS = {
 )
 @pytest.mark.parametrize("name", KEEPING_WEIGHTS)
 def test_export_keeps_weights_in_float32(name):
-    """Weights that their layer does not multiply by as they are, and by itself, are rounded by every call."""
+    """Round weights in every call if their layer does not use them unchanged in its matmul."""
     make, names = KEEPING_WEIGHTS[name]
     model = filled(make(), *numbers(4, 12))
     program = cpt.export(model, numbers(2, 12))
@@ -353,7 +355,7 @@ def test_export_keeps_weights_in_float32(name):
     )
 
 
-def test_export_takes_parametrised_layers():
+def test_export_accepts_parametrised_layers():
     model = filled(perceptron(), *numbers(4, 12))
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
     model.eval()
@@ -364,7 +366,7 @@ def test_export_takes_parametrised_layers():
 
 
 @pytest.mark.parametrize("layer", [nn.ConvTranspose2d, Standardised])
-def test_a_caught_layer_needs_the_running_range_of_its_own_product(layer):
+def test_export_requires_running_range_of_intercepted_layer(layer):
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
     model = cpt.quantize_(nn.Sequential(layer(3, 4, 3), nn.ReLU()))

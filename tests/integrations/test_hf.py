@@ -1,4 +1,4 @@
-"""A real Trainer of transformers drives a small BERT."""
+"""PrecisionCallback in a transformers Trainer with a small BERT."""
 
 import contextlib
 import copy
@@ -80,12 +80,12 @@ def trainer_of(folder, callback, model=None, callbacks=(), **changes):
 
 
 def precisions_of(model):
-    """Return those of the layers that hold weights; others hear of evaluation when they run."""
+    """Return the precision of every layer that holds weights."""
     return [p for p in all_precisions(model).values() if p.has_weights]
 
 
 def probe(model):
-    """Return a list that gets (training?, set of bits of all layers, of gradients) at every forward pass."""
+    """Return a list that records mode, bits and gradient bits of every forward pass."""
     seen = []
     layers = precisions_of(model)
     assert len(layers) == LAYERS
@@ -103,7 +103,7 @@ def per_batch(schedule):
     return [{b} for b in schedule.bits().tolist() for _ in range(ACCUMULATED)]
 
 
-def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
+def test_hf_callback_sets_bits_per_step(tmp_path, device):
     schedule = schedule_of()
     trainer = trainer_of(
         tmp_path, PrecisionCallback(schedule, q_grad=6), use_cpu=device.type == "cpu"
@@ -116,16 +116,17 @@ def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device)
 
 
 class Peek(transformers.TrainerCallback):
-    """Use the model at 2 bits after every step."""
+    """Callback that runs the model at 2 bits after every step."""
 
     def on_step_end(self, args, state, control, model, **kwargs):
         with cpt.precision(model.eval(), 2), torch.no_grad():
             model(**{k: torch.as_tensor(v)[None] for k, v in TEST[0].items()})
 
 
-def test_evaluations_have_bits_of_their_own_in_whatever_order_and_a_context_leaves_no_trace(
+def test_hf_callback_sets_evaluation_bits(
     tmp_path,
 ):
+    """Evaluate at `eval_bits` in any order, also after a precision context has ended."""
     callback = PrecisionCallback(schedule_of(), eval_bits=5)
     how = {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
     trainer = trainer_of(tmp_path, callback, callbacks=[Peek()], **how)
@@ -158,7 +159,7 @@ EVALUATED = {
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run without interruption, its checkpoint after the 4th step, what it logged and printed."""
+    """Train without interruption, and return the trainer, a checkpoint, the log and the printed text."""
     folder, printed = tmp_path_factory.mktemp("straight"), io.StringIO()
     how = {"save_strategy": "steps", "save_steps": STOP, **EVALUATED}
     trainer = trainer_of(folder, PrecisionCallback(schedule_of()), **how)
@@ -178,7 +179,7 @@ def losses_in(history):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path, elsewhere):
+def test_hf_callback_resumes_bit_exactly(straight, tmp_path, elsewhere):
     whole, checkpoint = straight.trainer, straight.checkpoint
     callback = PrecisionCallback(
         schedule_of(), resume_from=checkpoint if elsewhere else None
@@ -209,7 +210,7 @@ def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path, elsewhere):
     ],
     ids=["missing", "bytes", "empty", "other object", "other schedule", "other step"],
 )
-def test_checkpoints_of_other_runs_are_refused(
+def test_hf_callback_rejects_foreign_checkpoints(
     straight, tmp_path, content, schedule, message
 ):
     path = tmp_path / FILE
@@ -232,7 +233,7 @@ def test_checkpoints_of_other_runs_are_refused(
     assert "resume_from" in str(error.value)
 
 
-def test_the_best_model_comes_back_with_its_running_ranges(tmp_path):
+def test_hf_callback_restores_ranges_of_best_model(tmp_path):
     changes = {
         "eval_strategy": "steps",
         "save_strategy": "steps",
@@ -255,7 +256,7 @@ def test_the_best_model_comes_back_with_its_running_ranges(tmp_path):
 # --- what is wrong, what is logged ----------------------------------------------------------------
 
 
-def test_settings_models_and_steps_that_do_not_fit_are_refused(tmp_path):
+def test_hf_callback_rejects_mismatched_settings(tmp_path):
     eval_bits = (
         r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
     )
@@ -276,7 +277,7 @@ def test_settings_models_and_steps_that_do_not_fit_are_refused(tmp_path):
     assert seen == []
 
 
-def test_the_log_tells_bits_and_cost(straight):
+def test_hf_callback_logs_bits_and_cost(straight):
     schedule, history = schedule_of(), straight.history
     steps = [e for e in history if "loss" in e]
     assert [e["bits"] for e in steps] == schedule.bits().tolist()
@@ -294,7 +295,7 @@ def test_the_log_tells_bits_and_cost(straight):
     assert straight.printed.getvalue().count("'relative_cost'") == len(history) - 1
 
 
-def test_the_log_tells_what_quantisation_did(straight, tmp_path):
+def test_hf_callback_logs_rounding_statistics(straight, tmp_path):
     callback = PrecisionCallback(schedule_of(), record_every=4)
     trainer = trainer_of(tmp_path, callback, **EVALUATED)
     trainer.train()
@@ -322,7 +323,8 @@ def test_the_log_tells_what_quantisation_did(straight, tmp_path):
 # --- the switch -----------------------------------------------------------------------------------
 
 
-def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path):
+def test_hf_callback_restarts_for_second_training(tmp_path):
+    """Start anew in a second training, and detach from the model on `remove`."""
     schedule = schedule_of(total_steps=STEPS // 2, n_cycles=1)
     callback = PrecisionCallback(schedule, eval_bits=5)
     trainer = trainer_of(tmp_path, callback, num_train_epochs=1)
@@ -340,7 +342,7 @@ def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path
     assert {p.bits for p in precisions_of(trainer.model)} == {8}
 
 
-def test_another_trainer_takes_the_model_over(tmp_path):
+def test_hf_callback_accepts_model_of_previous_trainer(tmp_path):
     model = cpt.quantize_(bert())
     first, second = (
         PrecisionCallback(schedule_of(), eval_bits=5),
@@ -353,7 +355,7 @@ def test_another_trainer_takes_the_model_over(tmp_path):
     assert {p.bits for p in precisions_of(model)} == {6}
 
 
-def test_a_model_that_is_made_anew_leaves_the_old_one_alone(tmp_path):
+def test_hf_callback_releases_replaced_model(tmp_path):
     made = []
 
     def model_init():
@@ -382,7 +384,7 @@ def test_a_model_that_is_made_anew_leaves_the_old_one_alone(tmp_path):
 
 
 class Pooled(torch.nn.Module):
-    """A classifier with a layer that never runs."""
+    """Classifier with a layer that never runs."""
 
     def __init__(self):
         super().__init__()
@@ -395,7 +397,7 @@ class Pooled(torch.nn.Module):
         )
 
 
-def test_a_layer_that_never_runs_is_in_checkpoints_and_in_the_best_model(tmp_path):
+def test_hf_callback_saves_unused_layers(tmp_path):
     saving = {
         "save_strategy": "epoch",
         "eval_strategy": "epoch",
@@ -412,7 +414,7 @@ def test_a_layer_that_never_runs_is_in_checkpoints_and_in_the_best_model(tmp_pat
     assert again.state.global_step == STEPS
 
 
-def test_a_search_keeps_no_precision_and_ends_without_one(tmp_path):
+def test_hf_callback_skips_hyperparameter_search(tmp_path):
     callback = PrecisionCallback(schedule_of())
     trainer = trainer_of(
         tmp_path,

@@ -1,4 +1,4 @@
-"""A real Trainer of Lightning drives a small network."""
+"""PrecisionCallback in a Lightning Trainer with a small network."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ schedule_of = partial(make, total_steps=STEPS, n_cycles=2)
 
 
 class Small(pl.LightningModule):
-    """Two linear layers; ``seen`` gets (stage, bits of all layers, of gradients) at every forward pass."""
+    """Two linear layers; ``seen`` records stage, bits and gradient bits of every forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ TRAIN, TEST = (
 
 
 class Log(DummyLogger):
-    """Keep what is logged."""
+    """Logger that stores all metrics."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def per_batch(bits):
     return [{int(b)} for b in bits for _ in range(ACCUMULATED)]
 
 
-def test_loggers_get_what_quantisation_did(straight, tmp_path):
+def test_lightning_callback_logs_rounding_statistics(straight, tmp_path):
     callback, log, module = (
         PrecisionCallback(schedule_of(), record_every=5),
         Log(),
@@ -138,7 +138,7 @@ def test_loggers_get_what_quantisation_did(straight, tmp_path):
     assert torch.equal(straight[0].net[0].weight, module.net[0].weight)
 
 
-def test_an_error_ends_the_recording(tmp_path):
+def test_lightning_callback_stops_recording_on_error(tmp_path):
     class Failing(Callback):
         def on_train_batch_end(self, *args):
             raise KeyError
@@ -149,7 +149,7 @@ def test_an_error_ends_the_recording(tmp_path):
     assert not callback.precision.recording.open
 
 
-def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
+def test_lightning_callback_sets_bits_per_step(tmp_path, device):
     schedule, module = schedule_of(), module_of()
     trainer = trainer_of(
         tmp_path, PrecisionCallback(schedule, q_grad=6), accelerator=device.type
@@ -161,7 +161,7 @@ def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device)
     ]
 
 
-def test_evaluations_have_bits_of_their_own(tmp_path):
+def test_lightning_callback_sets_evaluation_bits(tmp_path):
     module, callback = module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
     trainer = trainer_of(
         tmp_path, callback, val_check_interval=3
@@ -191,7 +191,7 @@ STOP = 4  # inside the first cycle, at the end of the first epoch
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run without interruption, its checkpoint after the 4th step, and what it logged."""
+    """Train without interruption, and return the module, a checkpoint and the log."""
     folder, module, log = tmp_path_factory.mktemp("straight"), module_of(), Log()
     keeper = ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1
@@ -202,7 +202,7 @@ def straight(tmp_path_factory):
     return module, folder / f"step={STOP}.ckpt", log
 
 
-def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path):
+def test_lightning_callback_resumes_bit_exactly(straight, tmp_path):
     whole, checkpoint, _ = straight
     module = module_of()
     trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(
@@ -212,7 +212,7 @@ def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path):
     assert identical(state_of(module), state_of(whole))
 
 
-def test_a_checkpoint_is_evaluated_with_its_running_ranges(straight, tmp_path):
+def test_lightning_callback_evaluates_with_stored_ranges(straight, tmp_path):
     whole, checkpoint, _ = straight
     found, callback, path = (
         [],
@@ -227,7 +227,7 @@ def test_a_checkpoint_is_evaluated_with_its_running_ranges(straight, tmp_path):
     assert identical(state_of(module), state_of(whole))
 
 
-def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
+def test_lightning_callback_rejects_foreign_checkpoints(straight, tmp_path):
     checkpoint, module = straight[1], module_of()
     content, without = (
         torch.load(checkpoint, weights_only=True),
@@ -248,7 +248,7 @@ def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
     assert module.seen == []
 
 
-def test_a_state_that_was_not_used_is_forgotten(straight, tmp_path):
+def test_lightning_callback_discards_unused_state(straight, tmp_path):
     module, callback = module_of(), PrecisionCallback(schedule_of())
     longer = trainer_of(tmp_path, callback, max_epochs=EPOCHS + 1)
     refused(
@@ -261,7 +261,7 @@ def test_a_state_that_was_not_used_is_forgotten(straight, tmp_path):
 # --- what is wrong, what is logged ----------------------------------------------------------------
 
 
-def test_settings_modules_and_steps_that_do_not_fit_are_refused(tmp_path):
+def test_lightning_callback_rejects_mismatched_settings(tmp_path):
     eval_bits = (
         r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
     )
@@ -281,7 +281,7 @@ def test_settings_modules_and_steps_that_do_not_fit_are_refused(tmp_path):
         assert module.seen == []
 
 
-def test_loggers_get_bits_and_cost(straight):
+def test_lightning_callback_logs_bits_and_cost(straight):
     schedule, log = schedule_of(), straight[2]
     assert log.of("bits") == schedule.bits().tolist()
     costs = log.of("relative_cost")
@@ -293,7 +293,7 @@ def test_loggers_get_bits_and_cost(straight):
     assert log.of("eval_bits") == [8] * EPOCHS
 
 
-def test_a_second_training_starts_anew(tmp_path):
+def test_lightning_callback_restarts_for_second_training(tmp_path):
     module, callback = module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
     for _ in range(2):
         trainer = trainer_of(tmp_path, callback)
@@ -303,7 +303,7 @@ def test_a_second_training_starts_anew(tmp_path):
 
 
 class Twofold(Small):
-    """Manual optimization with two steps a batch, as a discriminator's and a generator's."""
+    """Manual optimisation with two steps per batch, as in a GAN."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ class Twofold(Small):
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
 
 
-def test_every_step_of_manual_optimization_has_its_bits(tmp_path):
+def test_lightning_callback_steps_with_manual_optimization(tmp_path):
     schedule = cpt.FunctionSchedule(
         lambda u: 3 if round(15 * u) % 2 == 0 else 8, total_steps=16
     )

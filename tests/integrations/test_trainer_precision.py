@@ -1,4 +1,4 @@
-"""What both callbacks are made of: bits of training and of evaluation, and what is logged of them."""
+"""Common base of both callbacks: training bits, evaluation bits and logged values."""
 
 import math
 
@@ -17,7 +17,7 @@ from tests.helpers import quietly
 @pytest.mark.parametrize(
     ("name", "q_min", "q_max"), [("affine", 3, 8), ("minifloat", 4, 8), ("mx", 1, 4)]
 )
-def test_the_cost_on_a_ladder_is_that_of_its_formats(name, q_min, q_max):
+def test_trainer_precision_logs_cost_of_ladder(name, q_min, q_max):
     schedule = quietly(
         cpt.make_schedule, "CR", q_min=q_min, q_max=q_max, total_steps=40, n_cycles=2
     )
@@ -39,7 +39,7 @@ def test_the_cost_on_a_ladder_is_that_of_its_formats(name, q_min, q_max):
     )
 
 
-def test_precisions_of_evaluation():
+def test_trainer_precision_sets_evaluation_bits():
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
     falling = FunctionSchedule(lambda u: 7 - 3 * u, total_steps=12)
     trained = TrainerPrecision(model, falling, None, eval_bits="q_max")
@@ -61,7 +61,7 @@ def test_precisions_of_evaluation():
     assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (4, {})
 
 
-def test_schedules_per_layer_have_entries_of_their_own():
+def test_trainer_precision_logs_each_layer_schedule():
     first, rest = (
         cpt.make_schedule(n, q_min=3, q_max=q, total_steps=12, n_cycles=2)
         for n, q in (("ER", 6), ("CR", 8))
@@ -81,8 +81,8 @@ def test_schedules_per_layer_have_entries_of_their_own():
     assert trained.eval_logs() == {"eval_bits/0": 6, "eval_bits/*": 8}
 
 
-def test_what_is_not_finite_is_not_logged():
-    """A trainer's state is JSON, which has no infinity."""
+def test_trainer_precision_omits_infinite_values():
+    """Omit values that are not finite, since the state of a trainer is JSON."""
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
     nn.init.zeros_(model[0].bias)
     trained = TrainerPrecision(model, cpt.StaticSchedule(4, 9), None)

@@ -1,4 +1,4 @@
-"""What tests of several backends share."""
+"""Fixtures for tests of several kernel backends."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from cpt_extras.kernels import backend, gemm_backend, operators
 
 @pytest.fixture(scope="module")
 def compiled(cpp_kernels):
-    """The operators that C++ stands behind."""
+    """Return the operators that are compiled from C++."""
     return torch.ops.cpt
 
 
 @pytest.fixture
 def threaded():
-    """Choose the number of threads."""
+    """Set the number of threads, and restore it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -22,7 +22,7 @@ def threaded():
 
 @pytest.fixture
 def undecided(monkeypatch):
-    """As if nothing had asked for a backend yet."""
+    """Forget the chosen backend, and restore it afterwards."""
     monkeypatch.setattr(backend, "_active", None)
     before = operators.active, operators.has_cpp_gradient, gemm_backend.active
     yield

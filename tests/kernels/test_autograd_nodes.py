@@ -1,4 +1,4 @@
-"""What compilers see: one node per rounding, which Inductor takes apart and fuses; the same bits come out."""
+"""Rounding under compilers: one node per rounding, fused by Inductor, with equal bits."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from cpt_extras.kernels.backend import backend
 
 
 def rounded(x, levels, key):
-    """To nearest, then with noise."""
+    """Round to nearest, then with noise."""
     once = operators.fake_quantize(x * 2, levels, "per_tensor", None)[0].relu()
     return operators.fake_quantize(once * 0.3, levels, "per_tensor", key)[0].relu()
 
@@ -29,7 +29,7 @@ def nodes(graph):
     return [name for name in named if "cpt" in name]
 
 
-def test_dynamo_and_make_fx_see_a_node_for_every_rounding():
+def test_rounding_is_one_node_for_compilers():
     seen = []
 
     def backend(graph, inputs):
@@ -47,7 +47,7 @@ def test_dynamo_and_make_fx_see_a_node_for_every_rounding():
 
 
 @pytest.mark.slow
-def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels):
+def test_inductor_fuses_rounding_bit_exactly(cpp_kernels):
     compiled, results = torch.compile(rounded, fullgraph=True), []
     torch._dynamo.reset()
     with (
@@ -65,8 +65,8 @@ def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels):
 
 
 @pytest.mark.slow
-def test_compiled_code_rounds_to_formats_as_eager_code_does(cpp_kernels):
-    """The parts that compilers see, in Inductor's code one of them: a compilation takes seconds."""
+def test_compiled_format_rounding_matches_eager(cpp_kernels):
+    """Compare several compiled roundings in few compilations, each of which takes seconds."""
     torch._dynamo.reset()
 
     def one(x, key):
@@ -94,7 +94,7 @@ def test_compiled_code_rounds_to_formats_as_eager_code_does(cpp_kernels):
 @pytest.mark.parametrize(
     "granularity", ["per_tensor", "per_channel", "per_row", "per_position"]
 )
-def test_fake_tensors_have_the_shapes_of_real_ones(granularity):
+def test_fake_quantize_has_fake_tensor_shapes(granularity):
     backend()
     for shape in ((5,), (4, 5), (2, 3, 4), (2, 3, 4, 5)):
         real = operators.fake_quantize(
@@ -152,7 +152,7 @@ ON_CODES = {
 )  # opcheck reads it
 @pytest.mark.parametrize("family", operators.FAMILIES)
 @pytest.mark.parametrize("name", [*WITH_GRADIENT, *ON_CODES])
-def test_operators_keep_torch_s_rules(family, name):
+def test_operators_pass_torch_opcheck(family, name):
     ops, rules = (
         getattr(torch.ops, family),
         {"test_utils": ("test_schema", "test_faketensor")},

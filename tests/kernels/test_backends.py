@@ -1,4 +1,4 @@
-"""Every backend of the operator against the plain one, bit for bit: layouts, types, granularities, grids, gradients."""
+"""Kernel backends against the reference, bit for bit: layouts, types, granularities, formats, gradients."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from cpt_extras.kernels import grids, operators
 
 
 def layouts(n):
-    """How tensors lie in memory, of sizes that grow with a number."""
+    """Return tensors in many memory layouts, with sizes that grow with ``n``."""
     return {
         "(n)": normal(77 * n * n),
         "(n, f)": normal(7 * n, 23 * n),
@@ -41,7 +41,7 @@ def layouts(n):
 
 
 def numbers(n):
-    """Types, and numbers at which a grid is easily got wrong."""
+    """Return tensors of several types and with values that grids easily get wrong."""
     return {
         "float64": normal(4 * n, 30 * n).double(),
         "bfloat16": normal(4 * n, 30 * n).bfloat16(),
@@ -61,7 +61,7 @@ LAYOUTS = (
 )
 
 
-def test_what_rounds_on_a_device_is_said(monkeypatch):
+def test_kernels_on_names_active_backend(monkeypatch):
     def on(kind):
         return backend_module.kernels_on(torch.device(kind))
 
@@ -83,7 +83,7 @@ def test_what_rounds_on_a_device_is_said(monkeypatch):
     [name + end for name in sorted(RANGE_FUNCTIONS) for end in ("", "+zero")],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_cpp_is_bit_identical(compiled, layout, granularity):
+def test_cpp_kernels_are_bit_identical(compiled, layout, granularity):
     x, plain = LAYOUTS[layout], torch.ops.cpt_reference
     if granularity.startswith("per_sample_mean") and x.dim() == 0:
         pytest.skip("nothing to take the mean over")
@@ -111,7 +111,7 @@ def test_cpp_is_bit_identical(compiled, layout, granularity):
         assert identical([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
 
 
-def test_the_comparison_sees_one_wrong_bit():
+def test_identical_detects_one_wrong_bit():
     x = torch.ones(3)
     assert not identical([x], [torch.nextafter(x, torch.tensor(2.0))])
     assert not identical([x.double()], [x])
@@ -119,7 +119,7 @@ def test_the_comparison_sees_one_wrong_bit():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_change_no_bit(compiled, threaded, threads):
+def test_cpp_kernels_ignore_thread_count(compiled, threaded, threads):
     x, levels, key = normal(400, 900), torch.tensor(7.0), torch.tensor(3)
     expected = torch.ops.cpt_reference.fake_quantize(x, levels, "per_tensor", key)
     threaded(threads)
@@ -131,7 +131,7 @@ def test_threads_change_no_bit(compiled, threaded, threads):
 
 
 @pytest.mark.parametrize("now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-1e-3, 0.0)])
-def test_running_ranges_are_followed_alike(compiled, now):
+def test_cpp_track_matches_reference(compiled, now):
     found, expected = (torch.tensor([0.3, 1.7, 0.6]) for _ in range(2))
     for _ in range(5):
         compiled.track_(found, *map(torch.tensor, now))
@@ -174,7 +174,7 @@ NAMES = [
 
 
 def fits(layout, grid):
-    """Whether there are rows, blocks and samples."""
+    """Return whether a layout has the dimensions that a grid needs."""
     return layout != "0-d" or not (
         "partial" in grid or grid.startswith(("per_row", "per_sample_mean"))
     )
@@ -183,7 +183,7 @@ def fits(layout, grid):
 @pytest.mark.parametrize(
     ("layout", "grid"), [(n, g) for n in NAMES for g in GRIDS if fits(n, g)]
 )
-def test_all_backends_round_alike(cpp_kernels, layout, grid):
+def test_backends_round_formats_identically(cpp_kernels, layout, grid):
     x = LAYOUTS[layout]
     for key in (None, torch.tensor(7)):
         expected = grids.fake_quantize(x, N, grid, key)
@@ -201,7 +201,7 @@ def test_all_backends_round_alike(cpp_kernels, layout, grid):
         )
 
 
-def test_a_grid_without_a_format_is_the_one_of_levels():
+def test_affine_grid_matches_levels():
     x = normal(6, 9)
     four = Format.affine(4)
     assert FormatQuantizer("per_row", format=four).grid == "per_row"
@@ -223,7 +223,7 @@ def test_a_grid_without_a_format_is_the_one_of_levels():
 
 @pytest.mark.parametrize("family", operators.FAMILIES)
 @pytest.mark.parametrize("key", [None, torch.tensor(4)])
-def test_gradients_pass_unchanged(cpp_kernels, family, key):
+def test_fake_quantize_passes_gradients_unchanged(cpp_kernels, family, key):
     ops = getattr(torch.ops, family)
     x, g = normal(4, 6, 8).requires_grad_(), normal(4, 6, 8) * 3
     for grid in ("per_row", *GRIDS):
@@ -242,8 +242,8 @@ def test_gradients_pass_unchanged(cpp_kernels, family, key):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
-    """By the node in C++, which knows no formats itself."""
+def test_quantize_gradient_rounds_to_formats(cpp_kernels, rounding):
+    """Round gradients to formats through the C++ node, which does not implement formats."""
     y, g = normal(6, 8).requires_grad_(), normal(6, 8)
     key = torch.tensor(5) if rounding == "stochastic" else None
     expected = grids.fake_quantize(g, N, "per_row|e5m2", key)[0]
@@ -252,5 +252,5 @@ def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
     assert key is None or int(key) == 6
 
 
-def test_empty_noise():
+def test_hash_noise_accepts_zero_elements():
     assert reference.hash_noise(torch.tensor(1), 0).shape == (0,)

@@ -1,4 +1,4 @@
-"""The C++ kernels are built once, wherever that is possible, and what is active is said."""
+"""Build and cache of the C++ kernels, and the report of the active backend."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ NOBODY = 65534  # the number of a user
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty folder of kernels, which nothing has asked for yet."""
+    """Return an empty kernel cache, before any backend is chosen."""
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     (tmp_path / "temporary").mkdir()
@@ -37,7 +37,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """Make a shell script the compiler; in it, $2 is where the library goes."""
+    """Use a shell script as the compiler; ``$2`` is the path of the library."""
 
     def use(text):
         script = tmp_path / "c++"
@@ -50,7 +50,7 @@ def compiler(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake(cpp_kernels, tmp_path, compiler):
-    """A compiler that copies the library that is there already, and keeps count."""
+    """Use a compiler that copies the existing library and counts its calls."""
     where = (
         cpt.backend()
         .reasons["cpu"]
@@ -63,7 +63,7 @@ def fake(cpp_kernels, tmp_path, compiler):
     return count
 
 
-def test_the_name_of_the_library_holds_every_source():
+def test_kernel_library_name_covers_every_source():
     root = Path(cpt.__file__).parents[1]
     assert set(build.SOURCES) == {
         p for kind in ("cpp", "h", "cu") for p in root.glob(f"cpt_*/**/*.{kind}")
@@ -74,7 +74,7 @@ def test_the_name_of_the_library_holds_every_source():
 
 @pytest.fixture
 def loaded(undecided, monkeypatch):
-    """A list that gets the libraries that would be loaded."""
+    """Return a list of the libraries that would be loaded."""
     found = []
     monkeypatch.setattr(build, "_load", found.append)
     return found
@@ -95,17 +95,17 @@ print(cpt.backend())
 
 @pytest.fixture
 def stored(cpp_kernels, tmp_path):
-    """A quantised model in a file."""
+    """Save a quantised model to a file."""
     model = cpt.quantize_(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     with cpt.precision(model, 4):
         torch.save(model, tmp_path / "model.pt")
     return tmp_path / "model.pt"
 
 
-def test_two_processes_at_once_build_once_and_a_third_builds_nothing(
+def test_kernel_build_runs_once_across_processes(
     fake, stored, loaded, cache, tmp_path, monkeypatch
 ):
-    """The other one has imported the package, and loads a model; it has the toolkit of CUDA, and no device."""
+    """Build once for two concurrent processes, one of which has the CUDA toolkit and no device."""
     ready, env = tmp_path / "ready", os.environ | {"CUDA_HOME": str(tmp_path)}
     command = [sys.executable, "-c", OTHER_PROCESS, stored, ready]
     pipes, root = (
@@ -129,13 +129,13 @@ def test_two_processes_at_once_build_once_and_a_third_builds_nothing(
 
 
 def no_file(folder):
-    """Make a file where folders should be."""
+    """Put a file in the place of a parent folder."""
     (folder / "file").write_text("")
     return folder / "file" / "cache"
 
 
 def open_above(mode, folder):
-    """Make a folder in one that a group, or everybody, may write to."""
+    """Make a cache folder below a folder that a group or everybody may write to."""
     (folder / "shared").mkdir()
     (folder / "shared").chmod(mode)
     return folder / "shared" / "cache"
@@ -163,7 +163,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_cache_that_cannot_be_used_has_a_folder_of_the_user_s_in_its_place(
+def test_kernel_cache_falls_back_to_user_folder(
     name, fake, loaded, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
@@ -210,10 +210,10 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_spare_folder_that_others_could_have_made_is_not_used(
+def test_kernel_cache_rejects_unsafe_fallback_folder(
     name, fake, loaded, tmp_path, monkeypatch, caplog
 ):
-    """Then each process builds its own, which it says."""
+    """Build once per process, and report it, if the fallback folder could be another user's."""
     if "another user" in name and os.geteuid() != 0:
         pytest.skip("only root gives files away")
     monkeypatch.setenv("CPT_KERNELS_DIR", "/proc/nope/cache")
@@ -238,7 +238,7 @@ def test_a_spare_folder_that_others_could_have_made_is_not_used(
     assert loaded[-1].parent.parent == tmp_path / "second"
 
 
-def test_a_folder_from_which_nothing_may_be_run_is_left_out(
+def test_kernel_cache_skips_noexec_folder(
     fake, undecided, cache, tmp_path, monkeypatch
 ):
     def load(library):
@@ -256,10 +256,8 @@ def test_a_folder_from_which_nothing_may_be_run_is_left_out(
     )
 
 
-def test_kernels_of_a_folder_that_is_not_there_to_be_looked_into(
-    fake, loaded, cache, monkeypatch
-):
-    """As root's home for another user: where the system refuses even to say whether a file is there."""
+def test_kernel_cache_handles_unreadable_folder(fake, loaded, cache, monkeypatch):
+    """Handle a folder that hides even the existence of its files, as root's home does."""
     exists = Path.exists
 
     def refuse(path):
@@ -274,7 +272,7 @@ def test_kernels_of_a_folder_that_is_not_there_to_be_looked_into(
 
 @pytest.fixture
 def planted(fake, cache):
-    """A library of somebody else in the place of the one that would be built; returns where."""
+    """Plant a foreign library at the path of the one to build, and return the path."""
     library = cache / build.library_name()
     library.parent.mkdir(mode=0o700)
     library.write_bytes(b"planted")
@@ -314,7 +312,7 @@ OPEN = {
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_what_others_could_have_written_is_known(planted, name):
+def test_kernel_cache_detects_writable_paths(planted, name):
     if "another user" in name and os.geteuid() != 0:
         pytest.skip("only root gives files away")
     assert build.exposure_reason(planted) == ""
@@ -333,7 +331,7 @@ def test_what_others_could_have_written_is_known(planted, name):
         (None, "me", [], False),  # a group without a name
     ],
 )
-def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(
+def test_kernel_cache_accepts_only_private_groups(
     planted, monkeypatch, number, name, members, safe
 ):
     def group(found):
@@ -356,7 +354,7 @@ def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(
     )
 
 
-def test_a_library_that_others_could_have_written_is_not_loaded(planted, loaded):
+def test_kernel_cache_skips_writable_library(planted, loaded):
     planted.parent.chmod(0o1777)
     said = str(cpt.backend())
     assert re.search("on a CPU: cpp .*temporary.*can be written to by others", said), (
@@ -366,10 +364,8 @@ def test_a_library_that_others_could_have_written_is_not_loaded(planted, loaded)
 
 
 @pytest.mark.parametrize("digest", ["0" * 64, None], ids=["another digest", "none"])
-def test_a_library_that_is_not_what_was_built_is_not_loaded(
-    planted, fake, loaded, digest, caplog
-):
-    """Another one, or one that was cut short."""
+def test_kernel_cache_rebuilds_altered_library(planted, fake, loaded, digest, caplog):
+    """Rebuild a library that was replaced or cut short."""
     written = planted.with_suffix(".sha256")
     written.write_text(digest) if digest else written.unlink()
     assert cpt.backend().cpu == "cpp"
@@ -379,7 +375,7 @@ def test_a_library_that_is_not_what_was_built_is_not_loaded(
     assert planted.read_bytes() != b"planted"
 
 
-def test_folders_of_kernels_are_the_user_s_own(loaded, tmp_path, monkeypatch):
+def test_kernel_cache_folders_are_private(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "above" / "cache"))
     monkeypatch.setattr(build, "build", lambda library: None)
     cpt.backend()
@@ -388,7 +384,7 @@ def test_folders_of_kernels_are_the_user_s_own(loaded, tmp_path, monkeypatch):
     ] == [0o700, 0o700]
 
 
-def test_a_library_without_operators_is_no_kernels(
+def test_kernel_library_without_operators_is_rejected(
     cpp_kernels, undecided, compiler, tmp_path, monkeypatch
 ):
     (tmp_path / "empty.cpp").write_text("")
@@ -402,20 +398,20 @@ def test_a_library_without_operators_is_no_kernels(
     )
 
 
-def test_without_a_compiler_the_plain_backend_runs_and_says_why(undecided, monkeypatch):
+def test_backend_falls_back_without_compiler(undecided, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = cpt.backend()
     assert found.cpu == "reference"
     assert "no C++ compiler (no-such-compiler)" in str(found)
 
 
-def test_a_compiler_that_fails_says_what(undecided, compiler, cache):
+def test_backend_reports_compiler_errors(undecided, compiler, cache):
     compiler("echo 'x.h:1: fatal error: Python.h: no such file' >&2\nexit 1")
     assert "fatal error: Python.h: no such file" in cpt.backend().reasons["cpu"]
     assert list(cache.glob("*.so")) == []
 
 
-def test_one_backend_can_be_forced(undecided, monkeypatch):
+def test_backend_can_be_forced(undecided, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS", "reference")
     assert (cpt.backend().cpu, cpt.backend().cuda) == ("reference", "reference")
     assert operators.active is torch.ops.cpt_reference
@@ -446,7 +442,7 @@ def test_one_backend_can_be_forced(undecided, monkeypatch):
         ),
     ],
 )
-def test_what_is_asked_for_and_not_there_is_refused(
+def test_backend_rejects_unavailable_choice(
     undecided, monkeypatch, name, value, message
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""Convolutions on codes: each product against float64 on the same codes, whichever way it is computed."""
+"""Int8 convolutions and their gradients against float64, by every method."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -43,7 +43,7 @@ def quantized(x, bits, granularity="per_tensor"):
 
 
 def near(y, exact, terms):
-    """Whether y is exact to ``NEAR`` of the numbers added up: a sum may cancel."""
+    """Return whether y is exact to ``NEAR``, relative to the sum of absolute terms."""
     return (
         y.dtype == torch.float32
         and float((y - exact).abs().max() / terms.max().clamp_min(1e-30)) < NEAR
@@ -52,12 +52,12 @@ def near(y, exact, terms):
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    """What there is of kernels."""
+    """Load the available kernels."""
     backend()
 
 
 def three_products(a, w, g, bias, geometry, channels_last=False):
-    """Each product on codes, in float64, and of the absolute values."""
+    """Yield output and both gradients: int8 result, float64 result and sum of absolute terms."""
     shapes = a.codes.shape, w.codes.shape
     by_output = convolution.conv2d(a, w, bias, geometry, channels_last)
     pairs = ((by_output, lambda a, w, g: conv2d(a, w, None, *geometry)),)
@@ -90,7 +90,7 @@ def three_products(a, w, g, bias, geometry, channels_last=False):
     by_channel=st.booleans(),
     with_bias=st.booleans(),
 )
-def test_products_of_codes_are_those_of_the_values(
+def test_int8_conv_matches_float64(
     how,
     sizes,
     image,
@@ -122,7 +122,7 @@ def test_products_of_codes_are_those_of_the_values(
             assert near(y, exact, terms)
 
 
-def test_ways_to_compute_differ_in_no_bit(monkeypatch):
+def test_int8_conv_methods_are_bit_identical(monkeypatch):
     a, w, g = (
         quantized(normal(3, 20, 9, 11), 8),
         quantized(normal(17, 20, 3, 3), 8),
@@ -153,7 +153,7 @@ def test_ways_to_compute_differ_in_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("how", [nullcontext, reference], ids=["as it runs", "plain"])
 @pytest.mark.parametrize("C", [1, 3, 16, 21, 64])
-def test_results_in_either_layout_differ_in_no_bit(how, C):
+def test_int8_conv_layouts_are_bit_identical(how, C):
     image = (
         (9, 8) if C in (3, 16) else (16, 20)
     )  # 72 and 320 pixels: whole blocks, and parts of one
@@ -187,8 +187,8 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("key", [None, 7])
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
-def test_codes_are_rounded_into_channels_last(name, key, granularity):
-    """The same codes, so the same noise: it counts elements row by row, wherever they lie."""
+def test_encode_writes_channels_last(name, key, granularity):
+    """Write equal codes in either layout, since the noise counts elements row by row."""
     key = None if key is None else torch.tensor(key)
     for shape in (
         (2, 3, 5, 7),
@@ -223,7 +223,8 @@ def test_codes_are_rounded_into_channels_last(name, key, granularity):
         ),  # a window that sees nothing but padding
     ],
 )
-def test_geometries_that_a_library_gets_wrong(image, kernel, geometry):
+def test_int8_conv_handles_difficult_geometries(image, kernel, geometry):
+    """Compute geometries that some library gets wrong."""
     codes, weight = last(bytes_of(2, 16, *image)), bytes_of(8, 16, *kernel, seed=1)
     with reference():
         expected, zero = convolution.window_products(codes, 5, weight, geometry)
@@ -234,7 +235,7 @@ def test_geometries_that_a_library_gets_wrong(image, kernel, geometry):
 
 @pytest.mark.parametrize("zero", [-128, 0, 127])
 @pytest.mark.parametrize("C", [57, 58, 300])  # 514 products are below 2**24
-def test_sums_beyond_float32_are_exact(zero, C):
+def test_int8_conv_sums_exactly_beyond_float32(zero, C):
     codes = last(
         torch.where(
             bytes_of(2, C, 4, 4) < 100,
@@ -258,7 +259,7 @@ def test_sums_beyond_float32_are_exact(zero, C):
     )
 
 
-def test_sums_beyond_int32_are_divided():
+def test_int8_conv_splits_sums_beyond_int32():
     C = MAX_INT8_TERMS // 9 + 100
     x, weight = torch.ones(1, C, 3, 3), torch.ones(2, C, 3, 3)
     x[0, 0], weight[:, 0] = 0, 0  # all codes but a few at the end of their range
@@ -295,7 +296,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_sums_over_pixels_are_exact(threaded, name, threads):
+def test_int8_conv_weight_gradient_is_exact(threaded, name, threads):
     shape, outputs, *sizes = SIZES[name]
     kernel, stride, padding, dilation = sizes
     out = [
@@ -345,7 +346,7 @@ def test_sums_over_pixels_are_exact(threaded, name, threads):
         assert torch.equal(sums.double(), window[:, 0])
 
 
-def test_what_does_not_fit_is_refused(cpp_kernels):
+def test_int8_conv_rejects_mismatched_shapes(cpp_kernels):
     x, g, zero = (
         bytes_of(2, 5, 5, 4),
         bytes_of(2, 3, 3, 6),

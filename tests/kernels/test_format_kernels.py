@@ -1,4 +1,4 @@
-"""Rounding to formats: against all values of an element, casts of other libraries, the specification of blocks."""
+"""Rounding to formats, against all values of a format, casts of ml_dtypes and block specifications."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ NINE = torch.tensor(511.0)  # levels, of which formats take no notice
 
 
 def numbers(format):
-    """Values of a format, midpoints, what lies beside both, beyond the largest, tiny and random numbers."""
+    """Return values of a format, midpoints, their neighbours, and overflowing, tiny and random numbers."""
     values = format.values()
     middles = (values[1:].double() + values[:-1].double()).div(2).float()
     near = torch.cat([values, middles])
@@ -48,12 +48,12 @@ def numbers(format):
 
 
 def rounded(x, grid):
-    """A tensor on a grid, to nearest."""
+    """Round a tensor to nearest on a grid."""
     return torch.ops.cpt_reference.fake_quantize(x, NINE, grid, None)[0]
 
 
 def nearest(x, format):
-    """The nearest value of float64 numbers in numpy, the one with an even code of two; by looking at all of them."""
+    """Return the nearest format value of float64 numbers, with ties to even codes, by search."""
     half = format.values().numpy().astype(np.float64)
     half = half[half >= 0]
     above = np.clip(np.searchsorted(half, np.abs(x)), 1, len(half) - 1)
@@ -67,7 +67,7 @@ def oracle(x, format):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_format_rounds_to_the_nearest_value(name):
+def test_round_elements_returns_nearest_value(name):
     format = Format.of(name)
     x = numbers(format)
     assert torch.equal(round_elements(x, None, format), oracle(x, format))
@@ -76,8 +76,8 @@ def test_every_format_rounds_to_the_nearest_value(name):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_casts_of_ml_dtypes_round_alike(name):
-    """Theirs overflow where ours saturate, but for formats without any special value."""
+def test_round_elements_matches_ml_dtypes_casts(name):
+    """Match casts of ml_dtypes without saturation, except for formats without special values."""
     format = Format.of(name)
     x = numbers(format)
     with np.errstate(over="ignore"):
@@ -94,7 +94,7 @@ def test_casts_of_ml_dtypes_round_alike(name):
 @pytest.mark.parametrize(
     "name", ["bf16", "fp16", "e8m10", "e5m21", "e8m22", "e5m23", "e8m7:saturate=0"]
 )
-def test_wide_formats_round_by_their_steps(name):
+def test_round_elements_rounds_wide_formats(name):
     format = Format.of(name)
     x = torch.cat(
         [
@@ -116,7 +116,7 @@ def test_wide_formats_round_by_their_steps(name):
 
 
 @pytest.mark.parametrize("name", [*SMALL, "bf16", "fp16"])
-def test_what_is_not_finite_is_never_hidden(name):
+def test_round_elements_propagates_nonfinite_values(name):
     format = Format.of(name)
     x = torch.tensor([INF, -INF, NAN, 1.0])
     for key in (None, torch.tensor(5)):
@@ -130,7 +130,7 @@ def test_what_is_not_finite_is_never_hidden(name):
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "symmetric4", "log2_4", "e5m2"])
-def test_overflow_instead_of_saturation(name):
+def test_round_elements_overflows_without_saturation(name):
     format = Format.of(f"{name}:saturate=0")
     last = format.values()[-1] - format.values()[-2]
     x = torch.tensor([format.largest, format.largest + last * 0.4, format.largest * 4])
@@ -140,7 +140,7 @@ def test_overflow_instead_of_saturation(name):
 
 
 @pytest.mark.parametrize("name", [n for n in SMALL if n != "e8m0"])
-def test_noise_stays_between_the_neighbours_and_is_unbiased(name):
+def test_stochastic_rounding_is_unbiased_between_neighbours(name):
     format = Format.of(name)
     values = format.values()[:: max(1, 2**format.bits // 64)]
     x = torch.cat(
@@ -165,7 +165,7 @@ def test_noise_stays_between_the_neighbours_and_is_unbiased(name):
 
 
 def mx_by_specification(x, element, block):
-    """OCP MX 1.0, section 6.3, in numpy: the shared exponent, then elements that saturate."""
+    """Round in numpy as OCP MX 1.0, section 6.3: shared exponents, saturating elements."""
     out = np.empty_like(x)
     unit = (
         2.0 ** (2 - element.bits) if element.kind == "symmetric" else 1.0
@@ -200,7 +200,7 @@ HARD = [
 
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.scale == "e8m0"])
-def test_blocks_are_those_of_the_specification(name):
+def test_mx_blocks_match_ocp_specification(name):
     bare = replace(FORMATS[name], block=0, scale="")
     for x in HARD:
         found = rounded(x, f"per_tensor|{name}")
@@ -209,7 +209,7 @@ def test_blocks_are_those_of_the_specification(name):
         )
 
 
-def test_the_last_block_may_be_shorter():
+def test_mx_last_block_may_be_shorter():
     x = normal(3, 70)
     found = rounded(x, "per_row|mxfp4:partial=1")
     assert np.array_equal(
@@ -249,7 +249,7 @@ def nvfp4_by_numpy(x, block):
 
 
 @pytest.mark.parametrize("spread", [0, 1, 3])
-def test_nvfp4(spread):
+def test_nvfp4_rounding_matches_numpy(spread):
     x = normal(6, 5, 64) * 10.0 ** (spread * normal(6, 5, 4)).repeat_interleave(16, -1)
     found = rounded(x, "per_tensor|nvfp4")
     expected = torch.from_numpy(nvfp4_by_numpy(x.numpy(), 16))
@@ -261,7 +261,7 @@ def test_nvfp4(spread):
 
 @pytest.mark.parametrize("granularity", sorted(reference.RANGE_FUNCTIONS))
 @pytest.mark.parametrize("name", ["e4m3", "symmetric4", "log2_4", "e2m1", "affine4"])
-def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity, name):
+def test_format_scale_maps_range_to_largest_value(granularity, name):
     format = Format.of(name)
     for x in (normal(4, 5, 6), normal(4, 5, 6) * 1e30, normal(4, 5, 6) * 1e-20):
         y, low, width = torch.ops.cpt_reference.fake_quantize(
@@ -283,13 +283,13 @@ def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity,
             assert torch.allclose(y, oracle(x / s, format) * s, rtol=1e-6, atol=0)
 
 
-def test_a_range_of_zeros_or_of_tiny_numbers_is_rounded_all_the_same():
+def test_format_rounding_handles_tiny_ranges():
     for name in ("e4m3", "symmetric8", "nvfp4", "mxfp4", "log2_3"):
         assert rounded(torch.zeros(2, 32), f"per_row|{name}").abs().sum() == 0
         assert bool(rounded(normal(2, 32) * 1e-44, f"per_row|{name}").isfinite().all())
 
 
-def test_not_a_number_spreads_over_its_range_alone():
+def test_format_rounding_limits_nan_to_range():
     for name in ("e4m3", "mxfp8_e4m3", "mxint8", "symmetric4"):
         for bad in (NAN, INF, -INF):
             x = normal(2, 32)

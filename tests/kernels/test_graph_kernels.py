@@ -1,4 +1,4 @@
-"""The operators of graph convolutions against the plain chains that they stand for, bit for bit."""
+"""Fused operators of graph convolutions against chains of plain operations, bit for bit."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def same_with_strides(found, expected):
 
 
 def plain(name, x, scale, bias, levels, key, granularity="per_row"):
-    """What an operator stands for, in roundings and torch's own operations alone."""
+    """Compute a fused operator by roundings and plain torch operations."""
     quantize = torch.ops.cpt_reference.fake_quantize
     if name == "round_scale_round":
         once = quantize(x, levels, "per_position", key)[0]
@@ -67,7 +67,7 @@ def cases(x):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_pass_is_the_chain(layout):
+def test_fused_graph_operators_match_plain_chain(layout):
     for case in cases(LAYOUTS[layout]):
         expected = plain(*case)
         for family in operators.FAMILIES:
@@ -76,7 +76,7 @@ def test_one_pass_is_the_chain(layout):
             ), case[0]
 
 
-def test_threads_change_no_bit(threaded):
+def test_fused_graph_operators_ignore_thread_count(threaded):
     x = normal(200, 500)
     expected = [plain(*case) for case in cases(x)]
     threaded(3)
@@ -95,7 +95,7 @@ def test_threads_change_no_bit(threaded):
         if s or name != "scale_round"
     ],
 )
-def test_gradients_pass_the_roundings_unchanged(name, scaled):
+def test_fused_graph_operators_pass_gradients_unchanged(name, scaled):
     x, bias = normal(6, 5).requires_grad_(), normal(5).requires_grad_()
     scale = normal(6, 1).abs() if scaled else None
     y = call(torch.ops.cpt, name, x, scale, bias, torch.tensor(3.0), torch.tensor(1))
@@ -132,7 +132,7 @@ def edges(kind, sources, rows, count):
     "sizes", [(50, 40, 300, 6), (3, 9, 2, 1), (7, 5, 0, 4), (300, 200, 5000, 130)]
 )
 @pytest.mark.parametrize("transposed", [False, True])
-def test_sums_of_codes_are_exact(kind, sizes, transposed, monkeypatch):
+def test_sum_neighbours_of_int8_is_exact(kind, sizes, transposed, monkeypatch):
     monkeypatch.setattr(graph_on_codes, "MAX_GATHERED_NUMBERS", 64)
     sources, rows, count, features = sizes
     indptr, indices = edges(kind, sources, rows, count)
@@ -158,7 +158,7 @@ def test_sums_of_codes_are_exact(kind, sizes, transposed, monkeypatch):
         )
 
 
-def test_wrong_types_are_refused():
+def test_sum_neighbours_rejects_wrong_types():
     numbers, (indptr, indices) = (torch.tensor(1.0),) * 3, edges(torch.int32, 5, 4, 9)
     with pytest.raises(RuntimeError, match="codes must be int8"):
         torch.ops.cpt.sum_neighbours(torch.ones(5, 3), *numbers, indptr, indices)

@@ -1,4 +1,4 @@
-"""Layers as one operator in C++ give what the plain path gives, bit for bit, and leave it what they cannot do."""
+"""Layers fused into one C++ operator, against the plain path: equal bits, and fallback."""
 
 from contextlib import contextmanager
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("cpp_kernels")
 
 
 class Attention(nn.Module):
-    """Self-attention whose projections multiply by weights that lie the other way round, as GPT-2's do."""
+    """Self-attention with transposed projection weights, as in GPT-2."""
 
     def __init__(self, bias):
         super().__init__()
@@ -85,7 +85,7 @@ EXECUTED = [("simulated", name) for name in ("linear", "conv2d", "matmul")]
 
 @contextmanager
 def plain_path():
-    """Leave every layer to the plain path inside a block."""
+    """Disable fused layers inside a block."""
     fused = {key: OP_EXECUTORS.pop(key) for key in EXECUTED}
     try:
         yield
@@ -95,7 +95,7 @@ def plain_path():
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Return a list of the results of C++."""
+    """Return a list that collects the results of fused layers."""
     results = []
 
     def recording(executor):
@@ -113,7 +113,7 @@ def fused(monkeypatch):
 
 
 def trained(make, shape, config, needs=(True, True, True), bits=(4, 6), use=None):
-    """Return outputs and gradients of three steps, and what they leave in the layer."""
+    """Return outputs and gradients of three steps, and the running ranges of the layer."""
     torch.manual_seed(0)
     layer = quantize_(nn.Sequential(make), config)
     parameters = list(layer.parameters())
@@ -138,7 +138,7 @@ def trained(make, shape, config, needs=(True, True, True), bits=(4, 6), use=None
 
 
 def equal(make, *args, **kwargs):
-    """Return whether the plain path leaves the same; ``make``: a function that makes the layer."""
+    """Return whether the layer of ``make`` trains alike on the plain path."""
     torch.manual_seed(1)
     ours = trained(make(), *args, **kwargs)
     torch.manual_seed(1)
@@ -152,7 +152,7 @@ def equal(make, *args, **kwargs):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_layers_equal_plain_path(name, config, bias, fused):
+def test_fused_layers_match_plain_path(name, config, bias, fused):
     make, shape = LAYERS[name]
     assert equal(lambda: make(bias), shape, CONFIGS[config])
     assert (not fused) == (
@@ -167,7 +167,7 @@ def test_layers_equal_plain_path(name, config, bias, fused):
 )
 @pytest.mark.parametrize("bits", [(4, 6), (4, None), (32, 6), (2, 32)])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
-def test_layers_equal_for_gradients_needed(name, bits, needs, fused):
+def test_fused_layers_match_for_needed_gradients(name, bits, needs, fused):
     make, shape = LAYERS[name]
     assert equal(lambda: make(True), shape, QuantConfig(), needs, bits)
     assert (not fused) == (bits[0] == 32)
@@ -283,7 +283,7 @@ USES = [
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
 @pytest.mark.filterwarnings("ignore:None of the inputs")
-def test_layers_equal_however_called(name, use, fused):
+def test_fused_layers_match_for_every_use(name, use, fused):
     make, shape = LAYERS[
         "linear of sequences" if name == "linear" and use is with_gaps else name
     ]
@@ -293,7 +293,7 @@ def test_layers_equal_however_called(name, use, fused):
     assert (not fused) == (use in (evaluated, counted))
 
 
-def test_observer_sees_the_operands(fused):
+def test_observer_receives_every_operand(fused):
     layer, seen = quantize_(nn.Sequential(nn.Linear(6, 5))), []
     layer[0].precision.observer = lambda role, x, rows: seen.append(role)
     with precision(layer, 4, 6):
@@ -302,15 +302,15 @@ def test_observer_sees_the_operands(fused):
     assert not fused
 
 
-def test_forward_gradients_are_left_to_plain_path(fused):
+def test_fused_layers_skip_forward_mode_gradients(fused):
     layer = quantize_(nn.Sequential(nn.Linear(6, 5)))
     with precision(layer, 4, 6), forward_ad.dual_level():
         layer(torch.randn(7, 6))
     assert not fused
 
 
-def test_first_gradient_is_looked_at(fused):
-    """A layer that a scheduler drives takes the plain path until a gradient has come."""
+def test_fused_layers_wait_for_first_gradient(fused):
+    """Take the plain path in a scheduled layer until a gradient has arrived."""
     layer = quantize_(nn.Sequential(nn.Linear(6, 5)))
     layer[0].precision.set_bits(4, 6)
     counts = []

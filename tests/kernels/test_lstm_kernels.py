@@ -1,4 +1,4 @@
-"""The recurrence of the LSTM in C++ against the plain loop: bit for bit, for all shapes, ranges and gradients."""
+"""LSTM recurrence in C++ against the plain loop, bit for bit: shapes, ranges and gradients."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def arguments(
 
 
 def run(ops, steps, width, options):
-    """All that the operators return, and the key afterwards."""
+    """Return all results of the operators, and the noise key afterwards."""
     inputs, rest = tensors(steps, width, **options), arguments(steps, **options)
     results = ops.lstm_forward(*inputs, *rest)
     y, h, c = results[:3]
@@ -120,7 +120,7 @@ def check(found, expected):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("steps", STEPS)
-def test_cpp_is_bit_identical(compiled, steps, options):
+def test_cpp_lstm_is_bit_identical(compiled, steps, options):
     for width in ((1, 16), (5, 37))[list(OPTIONS).index(options) % 2]:
         check(
             *(
@@ -130,7 +130,7 @@ def test_cpp_is_bit_identical(compiled, steps, options):
         )
 
 
-def test_cpp_is_bit_identical_where_threads_share_the_work(compiled, threaded):
+def test_cpp_lstm_is_bit_identical_with_threads(compiled, threaded):
     threaded(2)
     check(
         *(
@@ -144,7 +144,7 @@ def test_cpp_is_bit_identical_where_threads_share_the_work(compiled, threaded):
     "grid", ["per_tensor|e4m3", "per_row|mxfp4", "per_tensor|e2m1"]
 )
 @pytest.mark.parametrize("stored", [(), (-0.25, 0.5)])
-def test_the_recurrence_takes_grids(compiled, grid, stored):
+def test_lstm_operator_rounds_to_formats(compiled, grid, stored):
     steps, options = (
         (4, (), 3),
         {"granularity": grid, "grad_granularity": "per_row|e5m2"},
@@ -187,7 +187,7 @@ def test_the_recurrence_takes_grids(compiled, grid, stored):
 @pytest.mark.parametrize(
     ("options", "plain"), [("as trained", False), ("per row", True), ("float64", True)]
 )
-def test_which_backend_runs(compiled, options, plain):
+def test_lstm_operator_selects_backend(compiled, options, plain):
     with torch.autograd.profiler.profile() as profile:
         run(compiled, STEPS["packed"], 5, OPTIONS[options])
     assert (
@@ -200,8 +200,8 @@ def test_which_backend_runs(compiled, options, plain):
 
 
 @pytest.mark.parametrize("family", operators.FAMILIES)
-def test_every_step_has_noise_of_its_own(family):
-    """The key counts the steps; where it does not count, as in compiled code, nothing changes."""
+def test_lstm_noise_differs_per_step(family):
+    """Advance the noise key once per step, or leave it unchanged as compiled code does."""
     ops = getattr(torch.ops, family)
     *_, key = first = run(ops, STEPS["packed"], 5, {})
     assert int(key) == 4 + 6
@@ -214,7 +214,7 @@ def test_every_step_has_noise_of_its_own(family):
 
 
 @pytest.mark.parametrize("family", operators.FAMILIES)
-def test_the_steps_of_a_backward_pass_take_one_key_after_the_other(family):
+def test_lstm_backward_advances_key_per_step(family):
     ops, levels = getattr(torch.ops, family), torch.tensor(3.0)
     inputs = [t.detach() for t in tensors((2, (), 3), 5)]
     out, h, c, _, gates, _, before, tanh_c = ops.lstm_forward(
@@ -250,7 +250,7 @@ def test_the_steps_of_a_backward_pass_take_one_key_after_the_other(family):
 
 
 @pytest.mark.parametrize("family", operators.FAMILIES)
-def test_without_a_backward_pass_nothing_is_kept_for_it(family):
+def test_lstm_forward_saves_only_for_backward(family):
     results = getattr(torch.ops, family).lstm_forward(
         *tensors(STEPS["packed"], 5), *arguments(STEPS["packed"], save=False)
     )
@@ -265,7 +265,7 @@ def test_without_a_backward_pass_nothing_is_kept_for_it(family):
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # opcheck reads it
 @pytest.mark.parametrize("options", ["as trained", "stored", "nothing quantised"])
-def test_operators_keep_torch_s_rules(options):
+def test_lstm_operators_pass_torch_opcheck(options):
     chosen = OPTIONS[options] | {"advance": False}
     inputs, rest = (
         tensors(STEPS["packed"], 5, **chosen),
@@ -288,7 +288,7 @@ def test_operators_keep_torch_s_rules(options):
 
 
 @pytest.mark.parametrize("family", operators.FAMILIES)
-def test_a_second_derivative_is_refused(family):
+def test_lstm_rejects_second_derivative(family):
     inputs = tensors(STEPS["equal"], 5)
     y = getattr(torch.ops, family).lstm_forward(*inputs, *arguments(STEPS["equal"]))[0]
     (first,) = torch.autograd.grad((y**3).sum(), inputs[0], create_graph=True)
@@ -311,7 +311,7 @@ ON_CODES = (
 
 @pytest.mark.parametrize("options", ON_CODES)
 @pytest.mark.parametrize("steps", ["one step", "equal", "packed"])
-def test_cpp_is_bit_identical_on_codes(compiled, steps, options):
+def test_cpp_int8_lstm_is_bit_identical(compiled, steps, options):
     options = OPTIONS[options]
     for width in (1, 5, 37):
         found = []

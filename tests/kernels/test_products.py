@@ -1,4 +1,4 @@
-"""Float32 products by the library of the processor: chosen by a table, the same in every backend, with gradients."""
+"""Float32 matmuls in the library that suits the processor, equal in every backend, with gradients."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: 
 
 @pytest.fixture
 def onednn(monkeypatch):
-    """Let oneDNN compute all products, however small."""
+    """Compute all matmuls in oneDNN, however small."""
     cpt.backend()
     monkeypatch.setattr(gemm_backend, "MIN_ONEDNN_MACS", 1)
     before = gemm_backend.active
@@ -30,7 +30,7 @@ def onednn(monkeypatch):
 
 @pytest.fixture
 def processor(tmp_path, monkeypatch):
-    """Pretend to run on a processor."""
+    """Simulate a processor by its vendor and features."""
 
     def pretend(maker, *flags):
         (tmp_path / "cpuinfo").write_text(CPU_INFO.format(maker, " ".join(flags)))
@@ -51,7 +51,7 @@ def processor(tmp_path, monkeypatch):
         ("HygonGenuine", ("avx2", "avx512f"), "AVX512", "torch"),
     ],
 )
-def test_the_library_is_that_of_the_processor(
+def test_gemm_backend_follows_processor(
     processor, monkeypatch, maker, flags, widest, library
 ):
     assert processor(maker, *flags) == ((maker, widest) if widest else ())
@@ -69,13 +69,14 @@ def test_the_library_is_that_of_the_processor(
     assert gemm_backend.choose_library()[0] == "torch"
 
 
-def test_a_processor_that_nobody_knows_takes_torch(tmp_path, monkeypatch):
+def test_gemm_backend_defaults_to_torch(tmp_path, monkeypatch):
+    """Use torch on an unknown processor."""
     monkeypatch.setattr(processors, "CPU_INFO", tmp_path / "none")
     assert processors.processor() == ()
     assert gemm_backend.choose_library()[0] == "torch"
 
 
-def test_a_library_can_be_forced(processor, monkeypatch):
+def test_gemm_backend_can_be_forced(processor, monkeypatch):
     processor("AuthenticAMD", "avx512f")
     assert gemm_backend.choose_library("torch") == ("torch", "CPT_PRODUCTS=torch")
     monkeypatch.setattr(gemm_backend, "has_onednn_matmul", lambda: True)
@@ -89,9 +90,7 @@ def test_a_library_can_be_forced(processor, monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=ONEDNN)])
-def test_backend_names_the_library_and_products_run_in_it(
-    undecided, monkeypatch, library
-):
+def test_gemm_backend_is_reported_and_used(undecided, monkeypatch, library):
     monkeypatch.setenv("CPT_PRODUCTS", library)
     assert f"products on a CPU: {library} (CPT_PRODUCTS={library})" in str(
         cpt.backend()
@@ -118,7 +117,7 @@ def uses_onednn(run):
 @pytest.mark.parametrize(
     "trained", [(True, False), (False, True), (True, True)], ids=str
 )
-def test_a_product_keeps_what_that_of_torch_keeps(onednn, trained):
+def test_linear_saves_tensors_like_torch(onednn, trained):
     x, w = (
         torch.randn(n, 4, requires_grad=t) for n, t in zip((5, 3), trained, strict=True)
     )
@@ -141,7 +140,7 @@ def test_a_product_keeps_what_that_of_torch_keeps(onednn, trained):
 @ONEDNN
 @pytest.mark.parametrize("shape", [(5, 4), (4,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
+def test_linear_gradients_match_torch(onednn, shape, bias):
     torch.manual_seed(0)
     x, w = torch.randn(shape, dtype=torch.double), torch.randn(3, 4, dtype=torch.double)
     b = torch.randn(3, dtype=torch.double) if bias else None
@@ -169,7 +168,7 @@ def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
 
 
 @pytest.mark.parametrize(("rows", "library"), [(127, False), (128, True)])
-def test_small_products_stay_with_torch(onednn, monkeypatch, rows, library):
+def test_gemm_backend_leaves_small_matmuls_to_torch(onednn, monkeypatch, rows, library):
     monkeypatch.setattr(gemm_backend, "MIN_ONEDNN_MACS", 1 << 21)
     assert (
         gemm_backend.uses_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
@@ -187,7 +186,7 @@ LAYERS = {
 
 
 def step(name, compiled=False):
-    """The result and the gradients of one quantised layer."""
+    """Return the output and the gradients of one quantised layer."""
     torch.manual_seed(0)
     layer, x = LAYERS[name]()
     x.requires_grad_()
@@ -201,7 +200,7 @@ def step(name, compiled=False):
 
 @ONEDNN
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_compute_the_same_in_either_library(onednn, name):
+def test_gemm_backends_agree_for_layers(onednn, name):
     calls, found = uses_onednn(lambda: step(name))
     assert calls >= 3
     gemm_backend.use("torch")
@@ -213,7 +212,7 @@ def test_layers_compute_the_same_in_either_library(onednn, name):
 
 
 @ONEDNN
-def test_compiled_products_are_those_of_eager_ones(onednn):
+def test_compiled_matmuls_match_eager(onednn):
     torch.compiler.reset()
     try:
         *found, of_bias = step("linear", compiled=True)
@@ -237,9 +236,7 @@ def test_compiled_products_are_those_of_eager_ones(onednn):
         (16, {"levels": None, "grad_levels": None, "key": None}),
     ],
 )
-def test_the_lstm_in_cpp_is_bit_identical_in_onednn(
-    onednn, cpp_kernels, steps, width, options
-):
+def test_lstm_is_bit_identical_with_onednn(onednn, cpp_kernels, steps, width, options):
     from kernels.test_lstm_kernels import STEPS, check, run
 
     ways = torch.ops.cpt, torch.ops.cpt_reference
@@ -253,7 +250,7 @@ def test_the_lstm_in_cpp_is_bit_identical_in_onednn(
 
 @ONEDNN
 @pytest.mark.parametrize(("width", "library"), [(15, False), (16, True)])
-def test_small_products_of_the_lstm_stay_with_torch(
+def test_lstm_leaves_small_matmuls_to_torch(
     onednn, cpp_kernels, monkeypatch, width, library
 ):
     from kernels.test_lstm_kernels import STEPS, run
@@ -269,7 +266,7 @@ def test_small_products_of_the_lstm_stay_with_torch(
 
 @ONEDNN
 @pytest.mark.parametrize("name", ["linear", "LSTM"])
-def test_a_check_counts_the_same_products_in_either_library(onednn, name):
+def test_check_counts_onednn_matmuls_like_torch(onednn, name):
     model, counted = cpt.quantize_(LAYERS[name]()[0]), []
     for library in ("onednn", "torch"):
         gemm_backend.use(library)

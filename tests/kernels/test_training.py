@@ -1,4 +1,4 @@
-"""Whole training steps under every backend: the same losses and weights, bit for bit."""
+"""Training steps in every backend: equal losses and weights, bit for bit."""
 
 from contextlib import nullcontext
 
@@ -14,7 +14,7 @@ from cpt_extras.kernels.operators import has_gradient_node
 
 
 class Network(nn.Module):
-    """Convolutions with a residual, normalisation, a shared linear layer, an LSTM."""
+    """Convolutions with a residual, normalisation, a shared linear layer and an LSTM."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def trained(how, config, steps, memory_format=torch.contiguous_format):
     ("rounding", "memory_format"),
     [("nearest", torch.contiguous_format), ("stochastic", torch.channels_last)],
 )
-def test_the_same_losses_bit_for_bit(cpp_kernels, rounding, memory_format):
+def test_cpp_training_is_bit_identical(cpp_kernels, rounding, memory_format):
     config = QuantConfig(seed=3).with_gradient_rounding(rounding)
     (a, first), (b, second) = (
         trained(how, config, 32, memory_format) for how in ("reference", "cpp")
@@ -123,7 +123,7 @@ def plain(x, seen):
 
 
 @pytest.mark.parametrize("use", [hooked, retained, added, reshaped, expanded, plain])
-def test_a_gradient_that_somebody_holds_is_left_alone(cpp_kernels, use):
+def test_gradient_rounding_preserves_shared_gradients(cpp_kernels, use):
     found = []
     for how in ("reference", "cpp"):
         with reference() if how == "reference" else nullcontext():
@@ -139,7 +139,7 @@ def test_a_gradient_that_somebody_holds_is_left_alone(cpp_kernels, use):
 
 
 @pytest.mark.parametrize("use", [plain, hooked])
-def test_a_gradient_that_nobody_holds_is_rounded_where_it_lies(cpp_kernels, use):
+def test_gradient_rounding_reuses_unshared_memory(cpp_kernels, use):
     x = torch.randn(64, requires_grad=True)
     y = use(x, [])
     with torch.profiler.profile(
@@ -154,12 +154,12 @@ def test_a_gradient_that_nobody_holds_is_rounded_where_it_lies(cpp_kernels, use)
 
 
 @pytest.mark.parametrize("bad", [torch.tensor(3.0, dtype=torch.float64), torch.ones(2)])
-def test_levels_that_are_no_number_are_refused(cpp_kernels, bad):
+def test_fake_quantize_rejects_invalid_levels(cpp_kernels, bad):
     with pytest.raises(RuntimeError, match="levels must be one float32"):
         torch.ops.cpt.fake_quantize(torch.ones(3), bad, "per_tensor", None)
 
 
-def test_an_unknown_granularity_is_refused():
+def test_fake_quantize_rejects_unknown_granularity():
     refused(
         "rows",
         torch.ops.cpt.fake_quantize,

@@ -1,4 +1,4 @@
-"""The Triton kernels: their numbers in Triton's interpreter, bit for bit, and their machine code for three GPUs."""
+"""Triton kernels: equal bits in the interpreter, and machine code for several GPUs."""
 
 import importlib.util
 from functools import partial
@@ -41,7 +41,7 @@ LAYOUTS, VALUES = layouts(1), numbers(1)
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The module once more, its kernels made for the interpreter, whoever has imported triton before and how."""
+    """Load a second copy of the module, with kernels for Triton's interpreter."""
     spec = importlib.util.find_spec("cpt_extras.kernels.triton.operators")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +54,7 @@ def interpreted():
     scope="module", params=["interpreter", pytest.param("cuda", marks=WITH_CUDA)]
 )
 def kernels(request):
-    """The operators that Triton stands behind, as functions of tensors on the CPU."""
+    """Return the Triton operators as functions of CPU tensors."""
     if request.param == "cuda":
         assert backend().cuda == "triton", backend()
         family, device = torch.ops.cpt, "cuda"
@@ -123,8 +123,8 @@ def check(kernels, x, granularity, bits, key, codes=True):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(kernels, cut, layout):
-    """Every layout with every range, of both sizes: pairs, for the interpreter is slow."""
+def test_triton_rounds_every_layout_identically(kernels, cut, layout):
+    """Test layouts and granularities in pairs, since the interpreter is slow."""
     x = LAYOUTS[layout]
     for i, granularity in enumerate(KEPT, list(LAYOUTS).index(layout)):
         cut(EXTREMES_PROGRAMS if i % 2 else WHOLE)
@@ -149,7 +149,7 @@ def test_layouts(kernels, cut, layout):
 
 @pytest.mark.parametrize("sizes", [WHOLE, EXTREMES_PROGRAMS], ids=["whole", "parts"])
 @pytest.mark.parametrize("values", VALUES)
-def test_values(kernels, cut, values, sizes):
+def test_triton_rounds_special_values_identically(kernels, cut, values, sizes):
     cut(sizes)
     for end in ("", "+zero"):
         check(
@@ -163,7 +163,7 @@ def test_values(kernels, cut, values, sizes):
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
-def test_ties_of_every_precision(kernels, bits):
+def test_triton_rounds_ties_at_every_precision(kernels, bits):
     n = 2**bits - 1  # a grid of step 1
     x = torch.cat([torch.arange(0.0, min(n, 40), 0.5), torch.tensor([n - 0.5, n])])
     check(kernels, x, "per_tensor", bits, None)
@@ -171,7 +171,7 @@ def test_ties_of_every_precision(kernels, bits):
 
 
 @pytest.mark.parametrize("granularity", sorted(RANGE_FUNCTIONS))
-def test_rounding_to_a_given_range(kernels, granularity):
+def test_triton_round_to_grid_matches_reference(kernels, granularity):
     for layout in ("(n, l, f)", "channels_last"):
         x = LAYOUTS[layout] * 1.1 + 0.01  # values on either side of the range
         low, width = reference.range_of(LAYOUTS[layout], granularity)
@@ -187,8 +187,8 @@ def test_rounding_to_a_given_range(kernels, granularity):
             )
 
 
-def test_the_mean_of_samples_has_its_range_from_torch(kernels):
-    """Torch adds up in another order on a GPU, so the range is one given: that of the device."""
+def test_triton_takes_sample_mean_range_from_torch(kernels):
+    """Round to the range that torch computes on the device, since the order of sums differs."""
     for layout, key in (("channels_last", None), ("(n, l, f)", torch.tensor(1))):
         x, levels = LAYOUTS[layout], torch.tensor(7.0)
         y, low, width = kernels.fake_quantize(x, levels, "per_sample_mean", key)
@@ -200,7 +200,7 @@ def test_the_mean_of_samples_has_its_range_from_torch(kernels):
         )
 
 
-def test_empty_tensors(kernels):
+def test_triton_kernels_accept_empty_tensors(kernels):
     low = torch.zeros(())
     assert kernels.round_to_grid(
         torch.empty(0, 3), low, low, low, None, False
@@ -221,7 +221,7 @@ def _draw(key, out, start, C: tl.constexpr):
 
 @pytest.fixture
 def draw(interpreted, monkeypatch):
-    """Draws the noise of elements from any place on, which kernels draw as they round."""
+    """Return a kernel that draws the rounding noise of elements from a given offset."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(globals(), "_uniform", interpreted._uniform)
     return triton.jit(_draw)
@@ -229,7 +229,7 @@ def draw(interpreted, monkeypatch):
 
 @pytest.mark.parametrize("start", [0, 2**31 - 3, 2**34 - 5])
 @pytest.mark.parametrize("key", [0, 5, -(2**63), 2**63 - 1])
-def test_noise_is_the_hash_of_key_and_place(draw, key, start):
+def test_triton_noise_matches_hash_reference(draw, key, start):
     found = torch.empty(128)
     draw[(1,)](torch.tensor(key), found, start, C=128)
     assert found.tolist() == [
@@ -240,7 +240,7 @@ def test_noise_is_the_hash_of_key_and_place(draw, key, start):
 @pytest.mark.parametrize(
     "now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-INF, INF), (-1e-3, 0.0)]
 )
-def test_running_ranges(kernels, now):
+def test_triton_track_matches_reference(kernels, now):
     found, expected = (torch.tensor([0.3, 1.7, 0.6]) for _ in range(2))
     for _ in range(3):
         kernels.track(found, *map(torch.tensor, now))
@@ -252,7 +252,7 @@ def test_running_ranges(kernels, now):
 @pytest.mark.parametrize(
     ("M", "N", "many"), [(1, 1, 1), (37, 5, 1), (6, 300, 1), (70, 33, 5)]
 )
-def test_products_of_codes(kernels, M, N, many):
+def test_triton_affine_matches_int8_reference(kernels, M, N, many):
     g = torch.Generator().manual_seed(0)
     product = torch.randint(-(2**20), 2**20, (M, N), generator=g, dtype=torch.int32)
     codes = [
@@ -267,7 +267,7 @@ def test_products_of_codes(kernels, M, N, many):
     assert not torch.equal(found, product)
 
 
-def test_every_operator_has_a_kernel(interpreted):
+def test_triton_registers_every_operator(interpreted):
     with torch.library._scoped_library("cpt_registered", "DEF") as library:
         for name, schema in operators.SCHEMAS.items():
             library.define(name + schema)
@@ -283,7 +283,8 @@ def test_every_operator_has_a_kernel(interpreted):
         )
 
 
-def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
+def test_triton_backend_reports_failing_kernels(monkeypatch):
+    """Name the reason if the kernels of Triton cannot run."""
     from cpt_extras.kernels import backend as module
     from cpt_extras.kernels.triton import operators as triton_kernels
 
@@ -318,7 +319,7 @@ PLANS = [  # shape, its strides or None, granularity, programs of every launch
 
 
 @pytest.mark.parametrize(("shape", "strides", "granularity", "programs"), PLANS)
-def test_rows_that_fit_in_a_tile_take_one_launch(shape, strides, granularity, programs):
+def test_tile_plan_launches_once_for_short_rows(shape, strides, granularity, programs):
     strides = strides or tiles.contiguous_strides(shape)
     plan = tiles.plan_tiles(
         shape, strides, strides, tiles.range_shape(shape, granularity)[1], False
@@ -333,7 +334,7 @@ def test_rows_that_fit_in_a_tile_take_one_launch(shape, strides, granularity, pr
 
 
 class Gpu:
-    """What Triton asks of a driver in order to compile, for a GPU that is not there."""
+    """Driver of a GPU that does not exist, for compilation only."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -350,7 +351,7 @@ class Gpu:
 
 @pytest.fixture
 def compiled_for(monkeypatch, tmp_path):
-    """Choose a GPU; get what would be launched on it: (name, compiled kernel). It takes tensors on meta: no numbers."""
+    """Choose a GPU, and collect the name and compiled kernel of every launch on meta tensors."""
     launches, driver = [], triton.runtime.driver
     before = dict(vars(driver))
 
@@ -375,7 +376,7 @@ def meta(*shape, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("capability", [80, 100])  # and 90 below
-def test_machine_code(compiled_for, cut, capability):
+def test_triton_compiles_vectorised_machine_code(compiled_for, cut, capability):
     from cpt_extras.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(capability)
@@ -427,7 +428,7 @@ def test_machine_code(compiled_for, cut, capability):
         )  # 16 bytes at once
 
 
-def test_large_tensors_have_64_bit_offsets(compiled_for):
+def test_triton_uses_64_bit_offsets(compiled_for):
     from cpt_extras.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(90)

@@ -18,7 +18,7 @@ PARAMETERS = {  # name -> classes, parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_has_the_paper_s_parameters_gives_logits_and_trains(name):
+def test_models_have_paper_parameters_and_train(name):
     torch.manual_seed(0)
     channels, size = (1, 8) if name.startswith("mlp") else (3, 32)
     classes, count = PARAMETERS.get(name, (7, None))
@@ -42,12 +42,12 @@ def test_every_model_has_the_paper_s_parameters_gives_logits_and_trains(name):
         ),
     ],
 )
-def test_what_stays_in_float32(name, preset, kept):
+def test_model_presets_keep_layers_in_float32(name, preset, kept):
     rows = summary(quantize_(MODELS[name](3, 32, 10), preset)).float32
     assert [r.name for r in rows if r.kind in ("Conv2d", "Linear")] == kept
 
 
-def test_initialisation():
+def test_model_initialisation_has_expected_variance():
     torch.manual_seed(0)
     model = MODELS["resnet74"](3, 32, 10)
     convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]

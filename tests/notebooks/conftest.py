@@ -1,4 +1,4 @@
-"""What the tests of notebooks share."""
+"""Fixtures for tests of the notebooks."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from notebook_dataflow import NOTEBOOKS
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def path(request: pytest.FixtureRequest) -> Path:
-    """Every notebook."""
+    """Return the path of every notebook in turn."""
     return request.param

@@ -1,4 +1,4 @@
-"""Solutions are right, wrong answers get a hint, and no answer is on the page before it was asked for."""
+"""Exercises of the notebooks: correct solutions, hints for wrong answers, and hidden predictions."""
 
 import ast
 import html
@@ -29,13 +29,13 @@ TO_DO = [p for p in NOTEBOOKS if p in PREDICTING or p in SOLVED]
 
 
 def grid(x, n, rounded=torch.round, back=1, least=0.0):
-    """The formula of the quantiser, with n steps and what one may get wrong in it."""
+    """Round as the quantiser with n steps, with options for typical mistakes."""
     step = ((x.max() - x.min()) / n).clamp(min=least)
     return rounded((x - x.min()) / step) * step + back * x.min()
 
 
 class AlwaysOne(torch.autograd.Function):
-    """A quantiser that passes on a gradient of 1, whatever arrives."""
+    """Quantiser whose gradient is 1, whatever arrives."""
 
     @staticmethod
     def forward(ctx, x, q):
@@ -53,7 +53,7 @@ def own_layer(
     bits=8,
     random=True,
 ):
-    """A reader's answer to 00.4, right unless told otherwise."""
+    """Return an answer to exercise 00.4, which is right by default."""
 
     def layer(x, weight, b, q):
         b = through(b, q, "bias") if bias else b
@@ -353,14 +353,14 @@ def said(exercise, attempt, capsys):
 
 
 def exercise_cells(path):
-    """What is to be written, in order: most of it stands in one cell, some where it was explained."""
+    """Return the source of all cells that check an exercise, in order."""
     return "\n".join(
         c.source for c in code_cells(read(path)) if "exercises.check(" in c.source
     )
 
 
 def calls(source, name):
-    """The arguments of all calls of ``exercises.<name>``, as they are written."""
+    """Return the arguments of all calls of ``exercises.<name>`` as source text."""
     tree = ast.walk(ast.parse(source))
     found = [
         n
@@ -370,7 +370,8 @@ def calls(source, name):
     return [[ast.unparse(a) for a in (*n.args, *n.keywords)] for n in found]
 
 
-def test_every_question_has_one_place_and_every_exercise_its_notebook_and_its_wrong_answers():
+def test_exercises_are_listed_once_with_answers():
+    """Ask every question in one place, and give every exercise a notebook and wrong answers."""
     asked = [
         q
         for path in NOTEBOOKS
@@ -389,7 +390,7 @@ def test_every_question_has_one_place_and_every_exercise_its_notebook_and_its_wr
 
 
 @pytest.mark.parametrize("path", TO_DO, ids=lambda p: p.stem)
-def test_solutions(path, capsys):
+def test_exercise_solutions_are_correct(path, capsys):
     todo, solved = (
         exercise_cells(path),
         (FOLDER / "solutions" / f"{path.name[:2]}_solutions.py").read_text(),
@@ -409,7 +410,7 @@ def test_solutions(path, capsys):
 
 
 @pytest.mark.parametrize("path", TO_DO, ids=lambda p: p.stem)
-def test_the_text_has_every_exercise_that_is_checked_and_at_least_three_to_do(path):
+def test_exercise_text_lists_checked_items(path):
     (text,) = [c.source for c in read(path).cells if "Exercises\n" in c.source]
     items = dict(re.findall(r"^(\d)\. (.*)$", text.split("Exercises\n")[1], flags=re.M))
     assert list(items) == [str(i + 1) for i in range(len(items))]
@@ -438,14 +439,13 @@ def cases(answers):
 
 
 @pytest.mark.parametrize(("exercise", "answer"), cases(RIGHT))
-def test_other_forms_of_a_right_answer_are_accepted(exercise, answer, capsys):
+def test_exercise_check_accepts_equivalent_answers(exercise, answer, capsys):
     assert said(exercise, answer, capsys) == f"exercise {exercise}: correct"
 
 
 @pytest.mark.parametrize(("exercise", "answer"), cases(WRONG))
-def test_wrong_answers_are_told_what_is_wrong_and_get_a_hint_without_a_traceback(
-    exercise, answer, capsys
-):
+def test_exercise_check_explains_wrong_answers(exercise, answer, capsys):
+    """Explain a wrong answer with a hint and without a traceback."""
     line = said(exercise, answer, capsys)
     assert line.startswith(f"exercise {exercise}: not yet")
     assert WRONG[exercise][answer] in line
@@ -459,7 +459,7 @@ def test_wrong_answers_are_told_what_is_wrong_and_get_a_hint_without_a_traceback
         assert "not supported" not in line
 
 
-def test_the_solution_of_notebook_00_is_the_layer_of_the_library_to_the_last_bit():
+def test_notebook_00_solution_equals_library_layer():
     solved = {}
     exec((FOLDER / "solutions" / "00_solutions.py").read_text(), solved)
     for bits in (1, 2, 4, 8):
@@ -469,7 +469,7 @@ def test_the_solution_of_notebook_00_is_the_layer_of_the_library_to_the_last_bit
         assert torch.equal(ours, theirs)
 
 
-def test_a_function_is_told_the_input_for_which_it_fails_and_what_was_wanted(capsys):
+def test_exercise_check_shows_failing_input(capsys):
     exercises.check("02.1", lambda x, bits: grid(x, 2**bits, torch.round))
     first, given, wanted, hint = capsys.readouterr().out.splitlines()
     start, names = "exercise 02.1: not yet: for ", {"tensor": torch.tensor}
@@ -491,8 +491,8 @@ def test_a_function_is_told_the_input_for_which_it_fails_and_what_was_wanted(cap
     )
 
 
-def test_gradients_have_8_bits_also_below_a_static_precision_of_fewer():
-    """Else a static precision would be compared that nobody asks for; random numbers stay as they were."""
+def test_exercise_baseline_uses_8_bit_gradients():
+    """Train static precisions with gradients of 8 bits, and restore the random state."""
     state = torch.random.get_rng_state()
     found = trained(cpt.StaticSchedule(2, 40))
     assert torch.equal(state, torch.random.get_rng_state())
@@ -508,9 +508,10 @@ def test_gradients_have_8_bits_also_below_a_static_precision_of_fewer():
     assert found == right
 
 
-def test_what_is_not_attempted_what_is_no_exercise_and_static_bits_that_are_as_good(
+def test_exercise_check_reports_unattempted_exercises(
     capsys,
 ):
+    """Report exercises that are unattempted or unknown, and a static precision that is as good."""
     exercises.check("09.1", lambda a, b: None)
     exercises.check("15.9", 1)
     assert (
@@ -528,7 +529,7 @@ def unchosen(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", ["c", "C", " c ", "(c)"])
-def test_a_prediction_is_compared_with_the_answer(choice, unchosen, capsys):
+def test_prediction_is_compared_with_answer(choice, unchosen, capsys):
     exercises.predict("backward share", choice)
     exercises.reveal("backward share")
     noted, *told = capsys.readouterr().out.splitlines()
@@ -547,7 +548,7 @@ NONE = ["d", "ab", 3, None, True, ["a"], ("b",), np.array(["a", "b"]), {}, "  b 
     ("choices", "word"),
     [(NONE, ".* is none of a, b, c"), (["", "  "], "no prediction yet")],
 )
-def test_no_prediction_no_answer(choices, word, unchosen, capsys):
+def test_prediction_is_required_for_answer(choices, word, unchosen, capsys):
     for choice in choices:
         exercises.predict("two bits", "a")
         exercises.predict("two bits", choice)
@@ -567,7 +568,7 @@ def test_no_prediction_no_answer(choices, word, unchosen, capsys):
 
 
 @pytest.mark.parametrize("path", PREDICTING, ids=lambda p: p.stem)
-def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
+def test_prediction_answers_are_hidden_in_notebooks(path):
     book = read(path)
     sources = "\n".join(c.source for c in code_cells(book))
     asked = [ast.literal_eval(question) for question, *_ in calls(sources, "reveal")]
@@ -599,7 +600,7 @@ def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
         assert not re.search(r"the answer is", str(book))
 
 
-def test_bands_reject_what_lies_outside(capsys):
+def test_in_band_rejects_outside_values(capsys):
     exercises.in_band("smoke accuracy of ER", 0.88)
     assert (
         capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Figures and tables that notebooks 03 to 08 promise are in their outputs."""
+"""Outputs of notebooks 03 to 08: the promised figures and tables."""
 
 import copy
 import re
@@ -25,7 +25,7 @@ def test_notebook_shows_promised_outputs(path):
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
-def test_missing_names_dropped_outputs(path):
+def test_demo_check_reports_dropped_outputs(path):
     book = copy.deepcopy(read(path))
     cells = [
         c
@@ -50,7 +50,7 @@ def test_missing_names_dropped_outputs(path):
         ("detection_scenes", "seed < 2"),
     ],
 )
-def test_own_runs_show_figure_and_claims(store, condition):
+def test_user_runs_show_figure_and_claims(store, condition):
     source = OWN_RUNS.format(store=store, condition=condition)
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     nbclient.NotebookClient(book, timeout=300).execute()
@@ -60,7 +60,7 @@ def test_own_runs_show_figure_and_claims(store, condition):
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
-def test_paper_notebooks_share_one_shape(path):
+def test_paper_notebooks_share_headings(path):
     text = "\n\n".join(
         cell.source for cell in read(path).cells if cell.cell_type == "markdown"
     )
@@ -75,7 +75,7 @@ def test_paper_notebooks_share_one_shape(path):
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
-def test_what_the_paper_says_is_short(path):
+def test_paper_notebooks_summarise_paper_briefly(path):
     (first,) = [
         cell.source
         for cell in read(path).cells
@@ -86,7 +86,7 @@ def test_what_the_paper_says_is_short(path):
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
-def test_sweep_files_that_notebooks_name_exist(path):
+def test_paper_notebooks_name_existing_sweep_files(path):
     text = "\n\n".join(
         cell.source for cell in read(path).cells if cell.cell_type == "markdown"
     )

@@ -1,12 +1,12 @@
-"""Tests of ``book.reading_length``, which counts what there is to read, and of the method's lines in notebook 00."""
+"""``book.reading_length``, and the number of lines of the method in notebook 00."""
 
 from notebook_dataflow import FOLDER, read
 
 from book.reading_length import MAX_WORDS, Count, count, sentences
 
 
-def test_the_method_has_25_lines_in_which_nothing_is_ours():
-    """The cells between the first check and the first prediction, and the quantiser: what the title promises."""
+def test_method_of_notebook_00_has_25_lines():
+    """Limit the method, from the first check to the first prediction, to 25 lines without this package."""
     cells = {c.id: c.source for c in read(FOLDER / "00_start_here.ipynb").cells}
     method = f"{cells['00-30']}\n{cells['00-34']}"
     assert len([line for line in method.splitlines() if line.strip()]) <= 25
@@ -15,7 +15,7 @@ def test_the_method_has_25_lines_in_which_nothing_is_ours():
     )
 
 
-def test_what_is_counted():
+def test_reading_length_counts_words_and_sentences():
     code = (
         "import math\nfrom cpt_lessons.parameters import start\n\nP = start()\n# a comment\n"
         "x = (\n    P.scale\n)\nprint(math.pi)"

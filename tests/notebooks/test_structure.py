@@ -1,4 +1,4 @@
-"""What nbval cannot see: a notebook without outputs would pass it, and so would a parameter that nobody reads."""
+"""Structure of notebooks beyond nbval: outputs, parameters, imports, sections and links."""
 
 import ast
 import json
@@ -52,7 +52,7 @@ def texts(cell):
     )
 
 
-def test_run_from_top_to_bottom_without_errors_and_warnings(book):
+def test_notebook_runs_without_errors_or_warnings(book):
     assert [c.execution_count for c in code_cells(book)] == list(
         range(1, len(code_cells(book)) + 1)
     )
@@ -66,7 +66,7 @@ def test_run_from_top_to_bottom_without_errors_and_warnings(book):
         ], cell.source
 
 
-def test_compared_cells_have_text_and_pictures_and_nothing_else(book):
+def test_notebook_compared_cells_have_plain_outputs(book):
     cells = tagged(book, "nbval-check-output")
     assert len(cells) >= 3
     for cell in cells:
@@ -80,8 +80,8 @@ def test_compared_cells_have_text_and_pictures_and_nothing_else(book):
         assert all(set(o.data) in (PICTURE, TABLE) for o in shown), cell.source
 
 
-def test_pictures_are_compared_and_those_of_what_ran_here_are_not(book):
-    """nbval compares what their text says in numbers; where a picture is only computed, its author chooses."""
+def test_notebook_figures_are_compared_by_numbers(book):
+    """Compare figures of stored rows by their numbers, and exclude figures of runs on this machine."""
     ran, rows = dependent_cells(book, MACHINE_DEPENDENT), dependent_cells(book, ROWS)
     for cell in pictures(book):
         tags = {"nbval-check-output", "nbval-ignore-output"} & set(
@@ -105,7 +105,7 @@ def test_pictures_are_compared_and_those_of_what_ran_here_are_not(book):
             assert cell.id in ran or "not a result" not in text, cell.id
 
 
-def test_where_a_picture_comes_from():
+def test_reached_traces_figures_to_runs():
     code = (
         "runs, kept = P.run(specs), committed('x')",
         "runs = P.run(specs)\nkept = committed('x')",
@@ -126,7 +126,7 @@ def test_where_a_picture_comes_from():
     assert dependent_cells(book, ROWS) == {"0", "1", "3", "4"}
 
 
-def test_opens_with_the_cell_that_installs(book, path):
+def test_notebook_opens_with_install_cell(book, path):
     cell, first = code_cells(book)[0], code_cells(read(NOTEBOOKS[0]))[0]
     extras = {
         "04": "lessons,vision",
@@ -140,7 +140,8 @@ def test_opens_with_the_cell_that_installs(book, path):
     assert "parameters" in code_cells(book)[1].metadata.tags
 
 
-def test_one_cell_of_parameters_with_literals_that_are_checked_and_read(book, path):
+def test_notebook_has_one_parameters_cell(book, path):
+    """Give parameters as literals that are checked and read."""
     (cell,) = tagged(book, "parameters")
     statements = ast.parse(cell.source).body
     assert all(isinstance(s, ast.Assign | ast.AnnAssign) for s in statements)
@@ -186,7 +187,7 @@ def test_one_cell_of_parameters_with_literals_that_are_checked_and_read(book, pa
     assert used <= read, f"never read: {used - read}"
 
 
-def test_thin_and_imports_only_the_package_torch_and_the_standard_library(book, path):
+def test_notebook_imports_only_allowed_packages(book, path):
     sources = [c.source for c in code_cells(book)]
     assert len(sources) == len(set(sources)), "code is shown twice"
     tree = ast.parse("\n".join(sources))
@@ -212,7 +213,7 @@ def test_thin_and_imports_only_the_package_torch_and_the_standard_library(book, 
     assert {m.split(".")[0] for m in modules} <= allowed
 
 
-def test_texts(book, path):
+def test_notebook_text_has_required_sections(book, path):
     text = "\n".join(c.source for c in book.cells if c.cell_type == "markdown")
     assert len(text.split()) >= 250
     assert not re.search(r"^ {4}", text, flags=re.M), (
@@ -228,7 +229,7 @@ def test_texts(book, path):
     assert "ppendix" not in text
 
 
-def test_nothing_of_one_machine(path):
+def test_notebook_contains_no_machine_paths(path):
     text = path.read_text()
     assert len(text) < 700_000
     assert "widget-view" not in text
@@ -237,7 +238,7 @@ def test_nothing_of_one_machine(path):
     assert not re.search(r"Traceback|ipykernel_\d+", plain)
 
 
-def test_ends_with_the_way_on(book, path):
+def test_notebook_ends_with_next_link(book, path):
     way = re.search(r"^Next: .*$", book.cells[-1].source, flags=re.M)
     assert way, "the last cell has a line that begins with Next:"
     links = re.findall(r"\]\(([^)]+)\)", way[0])
@@ -247,14 +248,14 @@ def test_ends_with_the_way_on(book, path):
         assert links == [COURSE[COURSE.index(path) + 1].name]
 
 
-def test_the_first_notebook_lists_all_others():
+def test_start_notebook_lists_all_notebooks():
     text = read(NOTEBOOKS[0]).cells[-1].source
     assert re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\)", text, flags=re.M) == [
         p.name for p in COURSE[1:]
     ]
 
 
-def test_bands_have_controls_that_fail():
+def test_bands_have_failing_controls():
     content = json.loads(
         (FOLDER.parent / "data" / "results" / "bands.json").read_text()
     )
@@ -266,8 +267,8 @@ def test_bands_have_controls_that_fail():
         assert not any(band["low"] <= v <= band["high"] for v in band["control"]), name
 
 
-def test_what_is_said_of_runs_is_said_in_words(book):
-    """On data of one's own no training need go well: only what is true of any data is asserted, with its reason."""
+def test_notebook_assertions_on_runs_have_messages(book):
+    """Assert only what holds for any data, and give the reason."""
     for cell in code_cells(book):
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.Assert) and "runs" in ast.unparse(node.test):
@@ -277,7 +278,7 @@ def test_what_is_said_of_runs_is_said_in_words(book):
                 )
 
 
-def test_parameters_have_types_that_papermill_shows(path):
+def test_notebook_parameters_have_papermill_types(path):
     inferred = papermill.inspect_notebook(str(path)).values()
     assert [
         parameter["name"]

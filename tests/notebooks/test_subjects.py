@@ -1,4 +1,4 @@
-"""What notebooks run of their subjects, and draw of what ran; all other figures, nbval compares."""
+"""Figures and data of the subject modules that nbval does not compare."""
 
 import numpy as np
 import pytest
@@ -26,18 +26,18 @@ from cpt_lessons import (
         ([True, False, True], 2),
     ],
 )
-def test_average_precision_is_the_area_under_the_best_precisions(hits, objects):
+def test_precision_recall_title_shows_average_precision(hits, objects):
     precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
     wanted = sum(max(precisions[i:]) for i, hit in enumerate(hits) if hit) / objects
     (ax,) = detection.precision_recall(hits, objects).axes
     assert ax.get_title().endswith(f" {wanted:.3f}")
 
 
-def test_overlap_by_hand():
+def test_overlap_matches_hand_value():
     assert detection.overlap((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
 
 
-def test_words_that_stand_inside_figures_where_nbval_does_not_look():
+def test_notebook_figures_have_expected_labels():
     titles = [
         ax.get_title().split()[0].strip(",:")
         for ax in schedules.figure_2(total_steps=800).axes
@@ -64,7 +64,7 @@ def test_words_that_stand_inside_figures_where_nbval_does_not_look():
     assert [text.get_text() for text in ax.texts] == ["1", "2"]
 
 
-def test_the_data_of_the_plain_loops():
+def test_plain_loop_data_have_expected_shapes():
     data = graphs.digits()
     assert (data.features.shape, data.classes, len(data.train)) == ((1797, 64), 10, 50)
     learn, test, signs = language.characters()
@@ -73,7 +73,7 @@ def test_the_data_of_the_plain_loops():
     assert int(max(learn.max(), test.max())) < signs
 
 
-def test_promise_and_machine_is_relative_to_8_bits():
+def test_promise_and_machine_normalises_to_8_bits():
     seconds, saved_bytes = {3: 2.0, 8: 4.0, 16: 5.0}, {3: 10, 8: 10, 16: 40}
     (ax,) = teaching_figures.promise_and_machine(seconds, saved_bytes, q_grad=8).axes
     drawn = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
@@ -83,7 +83,7 @@ def test_promise_and_machine_is_relative_to_8_bits():
     assert all(line.get_xdata().tolist() == [3, 8, 16] for line in ax.lines)
 
 
-def test_held_out_images_are_in_no_batch_and_none_is_missing():
+def test_held_out_images_complement_training_batches():
     _, loader, *_ = demonstrations.tiny_problem(seed=3)
     images, labels = demonstrations.held_out(seed=3)
     seen = {x.numpy().tobytes() for batch, _ in loader for x in batch}

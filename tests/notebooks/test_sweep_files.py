@@ -1,4 +1,4 @@
-"""The committed sweeps of ``notebooks/sweeps``: names, number of runs and price that their comments state."""
+"""Committed files of ``notebooks/sweeps``: names, number of runs and stated GPU hours."""
 
 import json
 import re
@@ -26,7 +26,7 @@ TFLOPS = 10  # of the example in docs/sweeps.md
 
 @pytest.fixture(autouse=True)
 def without_data(monkeypatch):
-    """Let parameters name data that is not there."""
+    """Accept parameters that name missing data."""
     monkeypatch.setattr(parameters, "check_data", lambda recipe: None)
 
 
@@ -39,7 +39,7 @@ def specs_of(path):
 
 
 def gpu_hours(specs):
-    """Hours of specs, by the multiply-accumulates that the plan of the whole paper rests on."""
+    """Return the GPU hours of specs, from the MACs used in the plan of the paper."""
     rows = {
         row["grid"]: row
         for row in json.loads((results_dir() / "paper_scale.json").read_text())["rows"]
@@ -51,12 +51,12 @@ def gpu_hours(specs):
     return OPERATIONS * macs / (TFLOPS * 1e12) / 3600
 
 
-def test_sweep_files_exist_for_every_notebook_of_the_paper():
+def test_sweep_files_cover_every_paper_notebook():
     assert {path.name[:2] for path in FILES} == set(FIGURES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_names_parameters_of_its_notebook(path):
+def test_sweep_file_sets_parameters_of_notebook(path):
     (notebook,) = notebooks(path.name[:2])
     given = yaml.safe_load(path.read_text())
     assert set(given) <= set(parameters_of(notebook))
@@ -67,7 +67,7 @@ def test_sweep_file_names_parameters_of_its_notebook(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_states_its_runs_and_hours(path, capsys):
+def test_sweep_file_states_runs_and_hours(path, capsys):
     specs = specs_of(path)
     stated = re.search(
         r"^# ([\d,]+) runs, about ([\d,.]+) GPU hours at (\d+) TFLOP/s",
@@ -83,7 +83,7 @@ def test_sweep_file_states_its_runs_and_hours(path, capsys):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_downloads_its_data_first(path):
+def test_sweep_file_names_required_download(path):
     given = yaml.safe_load(path.read_text())
     for dataset in filter(None, (given["dataset"], given.get("pairs"))):
         assert re.search(

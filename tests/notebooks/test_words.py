@@ -1,4 +1,4 @@
-"""The first use of a word of the glossary leads there, the first page of the paper to the paper, the last line on."""
+"""Links of notebooks: glossary words at their first use, and the paper."""
 
 import re
 from functools import cache
@@ -20,7 +20,7 @@ HIDDEN = (
 
 
 def prose(text):
-    """The text of a notebook without code, formulas, headings and tables."""
+    """Return the text of a notebook without code, formulas, headings and tables."""
     return re.sub("|".join(HIDDEN), " ", text, flags=re.S | re.M)
 
 
@@ -32,7 +32,7 @@ def said(path):
 
 
 def unlinked(text, word):
-    """The line in which a word is used first, if it does not lead to the glossary there; else ""."""
+    """Return the line of the first use of a word without a glossary link, else ""."""
     first = re.search(rf"\b{word}s?\b", text, flags=re.I)
     if not first:
         return ""
@@ -44,11 +44,11 @@ def unlinked(text, word):
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_the_first_use_of_a_word_leads_to_the_glossary(path, word):
+def test_glossary_word_links_at_first_use(path, word):
     assert unlinked(said(path), word) == ""
 
 
-def test_the_paper_leads_to_itself(path):
+def test_notebook_links_paper(path):
     assert PAPER in said(path)
 
 
@@ -67,5 +67,5 @@ def test_the_paper_leads_to_itself(path):
         ("An [arm](02_more.ipynb).", "An [arm](02_more.ipynb)."),
     ],
 )
-def test_what_counts_as_a_first_use(text, line):
+def test_unlinked_finds_first_use(text, line):
     assert unlinked(prose(text), "arm") == line

@@ -1,3 +1,5 @@
+"""Attention modules of Hugging Face models after quantize_()."""
+
 import copy
 import pickle
 
@@ -33,7 +35,7 @@ def bert(implementation="eager", seed=0, **options):
 
 
 def unknown_attention():
-    """A model that says of its attention what need not be installed."""
+    """Return a model configured for FlashAttention 2, which need not be installed."""
     model = bert()
     model.config._attn_implementation_internal = "flash_attention_2"
     return model
@@ -47,7 +49,8 @@ def batch():
     return ids, mask
 
 
-def test_eager_and_sdpa_models_convert_to_the_same_and_float_is_the_original(device):
+def test_attention_eager_and_sdpa_match_when_quantized(device):
+    """Match the float model at "float", and quantise eager and SDPA attention alike."""
     ids, mask = batch()
     results = []
     for implementation in ("eager", "sdpa"):
@@ -109,7 +112,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_model_that_is_listed(name):
+def test_attention_conversion_of_listed_models(name):
     config = hf.AutoConfig.for_model(name, **CONFIGS.get(name, TINY))
     kind = (
         hf.AutoModelForImageClassification
@@ -145,7 +148,7 @@ def test_every_model_that_is_listed(name):
     assert torch.equal(model(*inputs).logits, expected)
 
 
-def test_conversion_leaves_no_trace_in_configuration_or_files(tmp_path):
+def test_attention_conversion_leaves_config_and_files_unchanged(tmp_path):
     model = bert("sdpa").eval()
     module, config = model.bert.encoder.layer[0].attention.self, model.config
     before = config.to_dict()
@@ -166,7 +169,8 @@ def test_conversion_leaves_no_trace_in_configuration_or_files(tmp_path):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_decoders_do_not_see_the_future(implementation):
+def test_attention_causal_mask_of_decoders(implementation):
+    """Keep earlier outputs of a decoder independent of later tokens."""
     torch.manual_seed(0)
     decoder = hf.BertLMHeadModel._from_config(
         hf.BertConfig(**TINY, is_decoder=True, use_cache=False, initializer_range=1.0),
@@ -185,7 +189,7 @@ def test_decoders_do_not_see_the_future(implementation):
     assert not torch.equal(a[:, 3:], b[:, 3:])
 
 
-def test_fused_kinds_may_stay_in_float32():
+def test_attention_fused_module_left_in_float32():
     model = unknown_attention()
     quantize_(model, QuantConfig(float32=("*.attention.self",)))
     assert {r.reason for r in summary(model).rows if ".attention.self" in r.name} == {

@@ -1,4 +1,4 @@
-"""Weights that a parent uses itself, models that torch.fx traces, and arguments that are given by name."""
+"""Parents that use a child's weight, models traced by torch.fx, and arguments passed by keyword."""
 
 import copy
 
@@ -29,7 +29,7 @@ def swin(block=SwinTransformerBlock, **how):
 
 
 class UsesWeight(nn.Module):
-    """Multiplies by the weight of a child that it never calls."""
+    """Module that multiplies by the weight of a child it never calls."""
 
     def __init__(self, child, product):
         super().__init__()
@@ -80,7 +80,7 @@ CHILDREN = {  # model, shape of its inputs, end of the names that are selected, 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", list(CHILDREN))
-def test_filter_selects_children_whose_weights_a_parent_uses(name, training):
+def test_quantize_filter_selects_children_used_by_parent(name, training):
     make, shape, selected, count = CHILDREN[name]
     model, x = make().train(training), normal(*shape)
     plain = copy.deepcopy(model)
@@ -118,7 +118,7 @@ def test_filter_selects_children_whose_weights_a_parent_uses(name, training):
 
 
 class Normalised(nn.Module):
-    """Multiplies by a weight that it computes from that of a child."""
+    """Module that multiplies by a weight computed from a child's weight."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Normalised(nn.Module):
         return self.out(functional.linear(x, functional.normalize(self.head.weight)))
 
 
-def test_check_names_child_whose_computed_weight_runs_in_float32():
+def test_check_names_child_with_computed_float32_weight():
     model = cpt.quantize_(
         Normalised(), filter_fn=lambda module, path: isinstance(module, nn.Linear)
     )
@@ -147,7 +147,7 @@ class Doubled(nn.Linear):
 
 
 class First(nn.Module):
-    """Returns the first of what a layer returns."""
+    """Module that returns the first element of a layer's output."""
 
     def __init__(self, layer):
         super().__init__()
@@ -185,7 +185,7 @@ TRACED = {  # model, shape of its inputs, and whether all of its products are th
 
 
 @pytest.mark.parametrize("name", list(TRACED))
-def test_model_traced_before_conversion_runs_quantised(name):
+def test_traced_before_conversion_runs_quantized(name):
     make, shape, _ = TRACED[name]
     torch.manual_seed(0)
     model, x = make(), normal(*shape)
@@ -204,7 +204,7 @@ def test_model_traced_before_conversion_runs_quantised(name):
 
 
 @pytest.mark.parametrize("name", list(TRACED))
-def test_model_traced_after_conversion_runs_quantised_or_is_named(name):
+def test_traced_after_conversion_runs_quantized_or_warns(name):
     make, shape, is_of_layers = TRACED[name]
     torch.manual_seed(0)
     model, x = cpt.quantize_(make()), normal(*shape)
@@ -223,7 +223,7 @@ def test_model_traced_after_conversion_runs_quantised_or_is_named(name):
 
 
 @pytest.mark.parametrize("is_traced_first", [True, False])
-def test_feature_extractor_runs_quantised(is_traced_first):
+def test_feature_extractor_runs_quantized(is_traced_first):
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 1)),
@@ -267,7 +267,7 @@ BY_NAME = {
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-def test_layers_take_their_arguments_by_name(name):
+def test_layers_accept_keyword_arguments(name):
     layer, shapes = BY_NAME[name]
     model = cpt.quantize_(nn.Sequential(copy.deepcopy(layer)))
     inputs = {argument: normal(*shape) for argument, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""torch.compile: one graph serves a whole cycle of bits, and computes what eager code does, bit for bit.
+"""Quantised models under torch.compile: one graph for all bits, results equal to eager ones bit for bit.
 
 In float32 also under autocast, and with the same noise.
 """
@@ -63,7 +63,7 @@ HALF = torch.bfloat16  # the type is a parameter of the same code
 
 
 class Side(nn.Module):
-    """Layers of several kinds beside each other: they are compiled at once."""
+    """Layers of several kinds that are compiled together."""
 
     def __init__(self, kinds, config):
         super().__init__()
@@ -96,7 +96,7 @@ def compiled():
 
 
 def left_by_a_step(model, call, inputs, half):
-    """Return what it leaves of every kind of layer, and the types of what its backward pass multiplies."""
+    """Return the outputs and gradients of every layer kind after a step, and the dtypes of its backward matmuls."""
     model.zero_grad()
     with torch.autocast("cpu", HALF, enabled=half):
         outputs = call(inputs)
@@ -139,9 +139,7 @@ NO_HALF = (
     ],
     ids=["autocast", "float32", "cuda"],
 )
-def test_one_compiled_graph_serves_a_cycle_as_eager_code_does(
-    kinds, half, device, compiled
-):
+def test_compiled_graph_serves_all_bits_as_eager(kinds, half, device, compiled):
     exact = device == "cpu" and fake_quantize.COMPILED_KEYS_COUNT
     eager = Side(kinds, Q_AGG if exact else Q_AGG.with_gradient_rounding("nearest")).to(
         device
@@ -189,7 +187,7 @@ def test_one_compiled_graph_serves_a_cycle_as_eager_code_does(
             torch.testing.assert_close(call(inputs), eager(inputs))
 
 
-def test_a_scheduler_of_compiled_code_takes_the_state_of_one_of_eager_code_and_the_other_way_round(
+def test_compiled_and_eager_scheduler_states_are_interchangeable(
     compiled,
 ):
     eager = quantize_(nn.Sequential(nn.Linear(8, 8)))
@@ -204,7 +202,8 @@ def test_a_scheduler_of_compiled_code_takes_the_state_of_one_of_eager_code_and_t
 
 
 @pytest.mark.slow
-def test_a_compiled_graph_serves_levels_that_other_models_have_had_before(compiled):
+def test_compiled_graph_serves_bits_cached_by_models(compiled):
+    """Reuse a graph for bits with formats already cached by a second model."""
     other = quantize_(block(), Q_AGG)
     (call, counter), x = (
         compiled(model := copy.deepcopy(other)),
@@ -219,7 +218,7 @@ def test_a_compiled_graph_serves_levels_that_other_models_have_had_before(compil
 
 
 @needs_order
-def test_backward_passes_that_wait_for_each_other_draw_what_those_of_eager_code_do(
+def test_compiled_pending_backward_passes_draw_eager_noise(
     compiled,
 ):
     eager = quantize_(nn.Sequential(nn.Linear(8, 8)))
@@ -235,7 +234,8 @@ def test_backward_passes_that_wait_for_each_other_draw_what_those_of_eager_code_
     )
 
 
-def test_older_compilers_draw_in_the_forward_pass(compiled, monkeypatch):
+def test_compiled_noise_of_old_compilers(compiled, monkeypatch):
+    """Draw noise keys in the forward pass of compiled models under old torch releases."""
     monkeypatch.setattr(fake_quantize, "COMPILED_KEYS_COUNT", False)
     model = quantize_(nn.Linear(8, 8))
     key = int(model.precision.noise_key)
@@ -247,7 +247,7 @@ def test_older_compilers_draw_in_the_forward_pass(compiled, monkeypatch):
 
 
 class CustomRoot(nn.Module):
-    """A module whose own forward multiplies, with a break of the graph where asked for."""
+    """Module that multiplies in its own forward, optionally with a graph break."""
 
     def __init__(self, breaks):
         super().__init__()
@@ -270,7 +270,7 @@ class CustomRoot(nn.Module):
 )  # of torch, behind a break of the graph
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("breaks", [False, True])
-def test_compiled_root_with_own_forward_equals_eager(backend, breaks):
+def test_compiled_root_with_custom_forward_equals_eager(backend, breaks):
     """Compilers run the hooks of the root uncompiled, so the mode is on while the graph runs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -291,7 +291,7 @@ def test_compiled_root_with_own_forward_equals_eager(backend, breaks):
 
 
 class ViewAcrossBreak(nn.Module):
-    """A module with a tensor and a view of it on both sides of a break of the graph."""
+    """Module with a tensor and a view of it on both sides of a graph break."""
 
     def __init__(self, view):
         super().__init__()
@@ -316,7 +316,7 @@ class ViewAcrossBreak(nn.Module):
 )  # of torch, behind a break of the graph
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("view", ["transpose", "slice", "reshape", "in-place"])
-def test_compiled_views_across_a_graph_break_have_gradients(backend, view):
+def test_compiled_view_across_graph_break_has_gradients(backend, view):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = quantize_(

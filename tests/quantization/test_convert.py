@@ -1,3 +1,5 @@
+"""Conversion by quantize_() and back by restore_(): selected layers, reasons, dtypes, devices and seeds."""
+
 import copy
 import itertools
 import re
@@ -75,7 +77,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("kind", list(LAYERS))
-def test_layer_equals_quantise_then_call(kind, device):
+def test_quantized_layer_equals_quantize_then_call(kind, device):
     torch.manual_seed(0)
     make, shape = LAYERS[kind]
     plain = make().to(device)
@@ -105,8 +107,8 @@ def test_layer_equals_quantise_then_call(kind, device):
     assert x.numel() == 0 or not torch.allclose(z, plain(x))
 
 
-def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_original_back():
-    """What else of a model stays as it was: test_refusals."""
+def test_quantize_keeps_parameters_and_restore_undoes_it():
+    """Keep parameters, hooks and modes; test_refusals covers the rest."""
     model, x, calls = small().eval(), pictures(), []
     model[0].register_forward_hook(lambda *_: calls.append("hook"))
     expected, parameters = model(x), dict(model.named_parameters())
@@ -126,7 +128,7 @@ def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_origi
     assert quantized_names(model) == ["0", "3", "5"]
 
 
-def test_shared_modules_and_parameters_are_kept():
+def test_quantize_keeps_shared_modules_and_parameters():
     shared = nn.Linear(4, 4)
     model = nn.ModuleList([shared, shared, nn.Linear(4, 4)])
     model[2].weight = shared.weight
@@ -139,7 +141,7 @@ def test_shared_modules_and_parameters_are_kept():
 # --- what is chosen -------------------------------------------------------------------------------
 
 
-def test_patterns_and_filter_choose():
+def test_quantize_selects_by_patterns_and_filter():
     assert quantized_names(quantize_(small(), QuantConfig(float32=("3",)))) == [
         "0",
         "5",
@@ -154,7 +156,7 @@ def test_patterns_and_filter_choose():
     assert quantized_names(both) == ["3"]
 
 
-def test_a_pattern_covers_what_the_module_contains():
+def test_quantize_pattern_covers_descendants():
     model = nn.Sequential(
         nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)
     )
@@ -167,7 +169,7 @@ def test_a_pattern_covers_what_the_module_contains():
 
 
 class SamePadding(nn.Conv2d):
-    """A convolution that pads as TensorFlow does, written like those of model collections."""
+    """Convolution that pads as TensorFlow does, as model collections write it."""
 
     def forward(self, x):
         pad = [
@@ -221,7 +223,7 @@ CAUGHT = {
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("kind", CAUGHT)
-def test_any_module_runs_its_own_forward_with_quantised_products(kind, mode):
+def test_quantize_keeps_custom_forward_with_quantized_matmuls(kind, mode):
     make, size, names = CAUGHT[kind]
     torch.manual_seed(0)
     plain = make().train(mode == "train")
@@ -265,7 +267,7 @@ def tensors(y):
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_packed_sequences_of_any_recurrent_layer(both):
+def test_quantize_recurrent_layers_take_packed_sequences(both):
     torch.manual_seed(0)
     for plain in (
         nn.GRU(4, 3, 2, bidirectional=both),
@@ -281,7 +283,7 @@ def test_packed_sequences_of_any_recurrent_layer(both):
         torch.testing.assert_close(tensors(end), tensors(state), rtol=1e-3, atol=1e-4)
 
 
-def test_what_is_not_converted_is_listed_with_its_reason():
+def test_summary_lists_unconverted_modules_with_reason():
     model = nn.ModuleDict(
         {"a": nn.Embedding(4, 2), "b": nn.LazyLinear(3), "linear": nn.Linear(2, 2)}
     )
@@ -341,7 +343,7 @@ def test_quantize_warns_of_weights_in_float32(model, config, message):
 
 
 class Owner(nn.Module):
-    """Its ``parameters`` is a method of its own, as in loops that learn to learn."""
+    """Module that overrides ``parameters``, as in meta-learning code."""
 
     def __init__(self):
         super().__init__()
@@ -354,7 +356,7 @@ class Owner(nn.Module):
         return [self.w]
 
 
-def test_model_may_have_parameters_of_its_own():
+def test_quantize_module_with_overridden_parameters_method():
     model = quantize_(Owner())
     with precision(model, 4):
         assert [
@@ -388,7 +390,7 @@ def test_model_may_have_parameters_of_its_own():
         ),
     ],
 )
-def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
+def test_summary_and_repr_show_active_bits(execution, bits, q_grad, said):
     model = quantize_(small(), QuantConfig(execution=execution))
     layers = layer_precisions(model)
     before = f"in force in {len(layers)} layers: bits=not set, execution={execution}"
@@ -425,7 +427,7 @@ def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
         lambda m: m.to(torch.bfloat16),
     ],
 )
-def test_casts_leave_the_precision_in_float32(cast, device):
+def test_precision_state_stays_float32_after_casts(cast, device):
     model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(device)
     with precision(model, 7, q_grad=16):
         model(torch.randn(3, 4, device=device)).sum().backward()
@@ -447,7 +449,8 @@ def test_casts_leave_the_precision_in_float32(cast, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_neither_conversion_nor_noise_depends_on_the_default_dtype(dtype):
+def test_quantize_is_independent_of_default_dtype(dtype):
+    """Convert and draw noise alike at every default dtype."""
     plain, x, found = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4), []
     for default in (torch.float32, dtype):
         torch.set_default_dtype(default)
@@ -469,7 +472,7 @@ def test_neither_conversion_nor_noise_depends_on_the_default_dtype(dtype):
     assert identical(*found)
 
 
-def test_conversion_does_not_depend_on_the_default_device():
+def test_quantize_is_independent_of_default_device():
     model = nn.Sequential(nn.Linear(4, 2))
     with torch.device("meta"):  # like torch.set_default_device
         quantize_(model)
@@ -483,7 +486,7 @@ def test_conversion_does_not_depend_on_the_default_device():
     assert model[0].weight.grad.isfinite().all()
 
 
-def test_the_noise_of_two_layers_stays_apart():
+def test_quantize_gives_layers_distinct_noise_keys():
     def keys(seed):
         model = quantize_(
             nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), QuantConfig(seed=seed)
@@ -498,7 +501,7 @@ def test_the_noise_of_two_layers_stays_apart():
     assert not set(first) & set(keys(1))
 
 
-def test_gradient_rounding_can_be_chosen():
+def test_quant_config_selects_gradient_rounding():
     config = QuantConfig().with_gradient_rounding("nearest")
     assert {
         q.rounding for k, q in config.quantizers.items() if k.endswith("_grad")

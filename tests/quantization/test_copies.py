@@ -1,4 +1,4 @@
-"""Whatever copies, averages, saves, loads or writes a converted model: products use its bits and its weights."""
+"""Copied, averaged, saved and overwritten models: matmuls use the bits and weights that the model reports."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ def saved_and_loaded(model):
 
 
 def of_its_state(model, assign=False, start=None):
-    """Return another model, at 6 bits, with the weights of this one."""
+    """Return a second model at 6 bits that loads the weights of this one."""
     other = small(seed=9) if start is None else start
     PrecisionScheduler(
         quantize_(other, NEAREST), make_schedule("STATIC", q_max=6, total_steps=4)
@@ -85,7 +85,7 @@ def batch():
 
 
 def results(model, x, run=None):
-    """Return the output, and the gradients where there are any; the running ranges stay as they are."""
+    """Return the output and any gradients; keep the running ranges."""
     model.zero_grad()
     running = [layer.get_running() for layer in layer_precisions(model).values()]
     y = model(x) if run is None else run(x)
@@ -101,7 +101,7 @@ def results(model, x, run=None):
 
 
 def compare(model, plain, x, run=None):
-    """Compare with a plain model converted anew, with the weights, running ranges and reported bits of another."""
+    """Compare with a plain model converted with the same weights, running ranges and reported bits."""
     twin, inner = (
         quantize_(plain, NEAREST),
         model.module if isinstance(model, AveragedModel) else model,
@@ -120,7 +120,7 @@ def compare(model, plain, x, run=None):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
+def test_copied_model_computes_with_reported_bits(way, inside):
     model = quantize_(small(), NEAREST)
     scheduler = PrecisionScheduler(model, RISING)
     with precision(model, 2) if inside else nullcontext():
@@ -160,7 +160,7 @@ def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
 
 
 def in_turn(model, scheduler):
-    """Return what a model computes at every step of its scheduler."""
+    """Return the output of a model at every step of its scheduler."""
     found = []
     for _ in range(4):
         found.append(model(pictures()).detach())
@@ -169,7 +169,7 @@ def in_turn(model, scheduler):
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_what_is_copied_with_its_scheduler_stays_driven(way):
+def test_copied_model_and_scheduler_stay_connected(way):
     model = quantize_(small(), NEAREST)
     pair = model, PrecisionScheduler(model, RISING)
     pair[1].step()
@@ -180,7 +180,8 @@ def test_what_is_copied_with_its_scheduler_stays_driven(way):
     assert not torch.equal(found[0], found[-1])
 
 
-def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none():
+def test_copied_model_takes_a_second_scheduler():
+    """Refuse to run later copies, of either model, until their bits are set."""
     model = quantize_(small(), NEAREST)
     scheduler = PrecisionScheduler(model, RISING)
     twin = copy.deepcopy(model)
@@ -200,7 +201,8 @@ def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none(
         copy.deepcopy(model)(pictures())
 
 
-def test_models_that_release_0_3_stored_whole_name_the_remedy():
+def test_pickled_model_of_former_release_is_refused():
+    """Name state_dict as the remedy for models pickled whole by release 0.3."""
     with pytest.raises(
         ImportError,
         match=r"stored whole by release 0\.3\.0 of cpt_core; load its state_dict",
@@ -208,7 +210,7 @@ def test_models_that_release_0_3_stored_whole_name_the_remedy():
         pickle.loads(b"ccpt_core.quantization.coverage\nChanged\n.")
 
 
-def test_an_average_made_before_there_are_bits_says_so():
+def test_averaged_model_without_bits_is_refused():
     model = quantize_(small())
     average = AveragedModel(model, use_buffers=True)
     PrecisionScheduler(model, make_schedule("STATIC", q_max=6, total_steps=4))
@@ -218,7 +220,7 @@ def test_an_average_made_before_there_are_bits_says_so():
         assert torch.equal(average(pictures()), model(pictures()))
 
 
-def test_copy_ranges_gives_average_those_of_an_lstm():
+def test_copy_ranges_covers_lstm_of_averaged_model():
     model = quantize_(nn.LSTM(4, 3, bidirectional=True))
     average = AveragedModel(model).eval()
     with precision(model, 4), precision(average, 4):
@@ -232,7 +234,7 @@ def test_copy_ranges_gives_average_those_of_an_lstm():
         assert not torch.equal(model.train()(x)[0], expected)
 
 
-def test_copy_ranges_refuses_other_layers():
+def test_copy_ranges_rejects_different_layers():
     model, other = quantize_(small()), quantize_(nn.Sequential(nn.Linear(4, 2)))
     with pytest.raises(
         ValueError, match=r"must have the same quantised layers, got 0, 3, 5; and 0"
@@ -245,7 +247,7 @@ def test_copy_ranges_refuses_other_layers():
         copy_ranges(*kinds)
 
 
-def test_conversion_adds_no_buffers():
+def test_quantize_adds_no_buffers():
     model = small()
     before = [name for name, _ in model.named_buffers()]
     quantize_(model)
@@ -255,8 +257,8 @@ def test_conversion_adds_no_buffers():
     assert all(running[2] > 0 for running in running_ranges(model))
 
 
-def test_layer_stored_with_buffers_keeps_its_ranges():
-    """Releases up to 0.3.0 had running ranges in buffers."""
+def test_pickled_layer_with_buffers_keeps_running_ranges():
+    """Load running ranges from buffers, as stored up to release 0.3.0."""
     model = quantize_(small())
     with precision(model, 4):
         model(pictures())
@@ -275,7 +277,7 @@ def test_layer_stored_with_buffers_keeps_its_ranges():
         assert torch.equal(loaded.eval()(pictures(3)), model.eval()(pictures(3)))
 
 
-def test_a_model_from_meta_takes_a_state_of_the_scheduler():
+def test_meta_model_takes_scheduler_state():
     source, target = quantize_(small(), NEAREST), quantize_(on_meta(), NEAREST)
     schedulers = [
         PrecisionScheduler(m, make_schedule("STATIC", q_max=4, total_steps=4))
@@ -288,7 +290,7 @@ def test_a_model_from_meta_takes_a_state_of_the_scheduler():
     assert not torch.equal(target.train()(pictures(3)), source(pictures(3)))
 
 
-def test_a_model_from_meta_starts_anew():
+def test_meta_model_starts_with_reset_ranges():
     model = quantize_(small(), NEAREST)
     with precision(model, 4):
         model(pictures())
@@ -315,7 +317,7 @@ def test_a_model_from_meta_starts_anew():
 
 
 class Net(nn.Module):
-    """A convolution, a linear layer that is used three times, with a call of ``between`` after each, and an LSTM."""
+    """Convolution, a linear layer used three times with a call of ``between`` after each, and an LSTM."""
 
     def __init__(self, recurrent):
         super().__init__()
@@ -338,7 +340,7 @@ def sequences():
 
 
 def each(write):
-    """Return what writes every parameter of a model, one by one."""
+    """Return a function that writes every parameter of a model in turn."""
     return lambda model: [write(parameter) for parameter in model.parameters()]
 
 
@@ -377,7 +379,7 @@ WRITES = {
         ("compile", ".data in place"),
     ],
 )
-def test_a_weight_is_rounded_as_it_is(when, way):
+def test_quantized_weight_follows_every_write(when, way):
     model = quantize_(Net(recurrent=when != "compile"), NEAREST).train(
         when not in ("eval", "no_grad")
     )
@@ -392,7 +394,7 @@ def test_a_weight_is_rounded_as_it_is(when, way):
 
 
 @pytest.mark.parametrize("way", [".data in place", "numpy"])
-def test_a_weight_that_is_written_inside_a_forward_pass_counts_from_then_on(way):
+def test_quantized_weight_follows_write_within_forward(way):
     model, plain = quantize_(Net(recurrent=False), NEAREST), Net(recurrent=False)
     for m in (model, plain):
         m.between = lambda m=m: WRITES[way](m.shared)

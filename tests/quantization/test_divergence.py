@@ -1,4 +1,4 @@
-"""What the simulation calls not finite is so however a product runs, and what it calls finite is: layer by layer.
+"""Non-finite values in quantised layers: all execution modes agree on them, layer by layer.
 
 A cell is a layer, its steps (the authors' or shared ones) and a place: numbers of the input, the weight or the gradient
 that are huge, infinite or NaN. Every cell is evaluated, and trained for a step, in every way of running.
@@ -57,7 +57,7 @@ WAYS = [
 
 
 def disturbed(x, size):
-    """Numbers of both signs up to a size, or with one that is not finite."""
+    """Return numbers of both signs up to a size, or one non-finite number among them."""
     x = x.clone()
     if math.isfinite(size):
         return x.mul_(size / float(x.abs().max()))
@@ -72,7 +72,7 @@ def call(model, x):
 
 
 def cells(name, products, shared, places):
-    """Yield what every place gives, by names: in evaluation, on the ranges of a sound training, and of a step."""
+    """Yield named results of every place: of evaluation with stored ranges, and of a training step."""
     make, shape = LAYERS[name]
     torch.manual_seed(0)
     config = cpt.QuantConfig(execution=products, aggregation="quantized")
@@ -108,7 +108,7 @@ def cells(name, products, shared, places):
 
 
 def losses(name, products, kernels, shared, places=PLACES):
-    """Return by place what is not finite: masks, by names."""
+    """Return masks of non-finite values by place and name."""
     with reference() if kernels == "reference" else nullcontext():
         found = cells(name, products, shared, places)
         return {
@@ -126,7 +126,7 @@ def lost(masks):
     "shared", [True, False], ids=["shared steps", "authors' steps"]
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_way_of_running_calls_the_same_not_finite(name, shared):
+def test_non_finite_values_agree_across_execution_modes(name, shared):
     expected = losses(name, *WAYS[0], shared)
     assert (
         4 < sum(bool(lost(masks)) for masks in expected.values()) < len(PLACES)
@@ -153,9 +153,8 @@ def test_every_way_of_running_calls_the_same_not_finite(name, shared):
     "shared", [True, False], ids=["shared steps", "authors' steps"]
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(
-    name, shared
-):
+def test_int8_overflows_earlier_only_near_float32_max(name, shared):
+    """Overflow to non-finite values no later than the simulation does."""
     expected, found = (
         losses(name, p, "active", shared, POSITIVE) for p in ("simulated", "integer")
     )
@@ -166,8 +165,8 @@ def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(
 
 @pytest.mark.filterwarnings("ignore:this device")
 @pytest.mark.parametrize(("products", "kernels"), WAYS)
-def test_a_hidden_state_that_is_no_number_is_none_in_what_follows(products, kernels):
-    """Where it is given; one that an LSTM computes comes with a cell state that is none, either."""
+def test_lstm_nan_hidden_state_reaches_outputs(products, kernels):
+    """Propagate NaN in a hidden state that the caller passes."""
     model = cpt.quantize_(
         nn.Sequential(nn.LSTM(6, 5)),
         cpt.QuantConfig(execution=products).with_shared_steps(),
@@ -186,8 +185,8 @@ def test_a_hidden_state_that_is_no_number_is_none_in_what_follows(products, kern
 
 @pytest.mark.filterwarnings("ignore:this device")
 @pytest.mark.parametrize("execution", ["simulated", "integer"])
-def test_infinity_is_nan_on_a_range_of_its_own_and_the_end_of_a_stored_one(execution):
-    """What ``fake_quantize`` says of it."""
+def test_infinity_becomes_nan_or_clips_to_range(execution):
+    """Return NaN with a dynamic range and the range's end with a stored one."""
     x = torch.tensor([[0.5, 1.0, 2.0]])
     for size in (INF, -INF, NAN):
         bad = torch.tensor([[0.5, 1.0, size]])

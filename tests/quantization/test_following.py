@@ -1,4 +1,4 @@
-"""A scheduler that follows an optimizer in loops that know nothing of it."""
+"""Schedulers attached to an optimizer, in training loops that never call ``scheduler.step()``."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles
 
 
 def made(follow=True):
-    """A model, an optimizer and the scheduler, which follows."""
+    """Return a model, an optimizer and the scheduler that follows it."""
     torch.manual_seed(0)
     model = cpt.quantize_(
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
@@ -41,7 +41,7 @@ def loss_of(model, step):
 
 
 def their_loop(model, optimizer, start=0, stop=STEPS):
-    """Train as somebody does who has not heard of precision; return the losses and what he would save halfway."""
+    """Train in a loop unaware of precision; return the losses and a checkpoint saved halfway."""
     losses, saved = [], io.BytesIO()
     for step in range(start, stop):
         loss = loss_of(model, step)
@@ -67,7 +67,7 @@ def resumed(saved):
 
 
 @pytest.mark.filterwarnings("error")
-def test_it_steps_as_if_it_were_called():
+def test_scheduler_following_optimizer_equals_explicit_steps():
     model, optimizer, follower = made()
     losses, _ = their_loop(model, optimizer)
     theirs, beside, scheduler = made(follow=False)
@@ -81,7 +81,7 @@ def test_it_steps_as_if_it_were_called():
     assert follower.last_step == scheduler.last_step == STEPS
 
 
-def test_a_checkpoint_of_theirs_resumes_bit_for_bit():
+def test_scheduler_following_optimizer_resumes_bit_for_bit():
     model, optimizer, _ = made()
     losses, saved = their_loop(model, optimizer)
     again, _ = their_loop(*resumed(saved), start=EVERY)
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_theirs_resumes_bit_for_bit():
 @pytest.mark.parametrize(
     "fused", [False, True]
 )  # GradScaler calls the step of a fused one, which leaves itself out
-def test_only_updates_count(fused):
+def test_scheduler_following_optimizer_counts_only_updates(fused):
     model, optimizer, _ = made(follow=False)
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     follower = cpt.PrecisionScheduler(model, SCHEDULE, optimizer=optimizer)
@@ -113,7 +113,7 @@ def test_only_updates_count(fused):
     assert follower.last_step == 2
 
 
-def test_a_second_scheduler_takes_the_place_of_the_first():
+def test_scheduler_replaces_earlier_follower_of_optimizer():
     model, optimizer, first = made()
     second = cpt.PrecisionScheduler(model, SCHEDULE, optimizer=optimizer)
     loss_of(model, 0).backward()
@@ -122,7 +122,7 @@ def test_a_second_scheduler_takes_the_place_of_the_first():
     assert optimizer.state_dict()[KEY]["last_step"] == 1
 
 
-def test_two_models_of_one_optimizer_have_one_scheduler():
+def test_scheduler_rejects_second_model_of_one_optimizer():
     (encoder, *_), (decoder, _, its_own) = made(follow=False), made(follow=False)
     optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
     first = cpt.PrecisionScheduler(encoder, SCHEDULE, optimizer=optimizer)
@@ -145,7 +145,8 @@ def test_two_models_of_one_optimizer_have_one_scheduler():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_restored_model_is_followed_no_longer_and_may_be_quantised_again():
+def test_scheduler_stops_following_after_restore():
+    """Allow quantising a restored model again with a new scheduler."""
     model, optimizer, first = made()
     their_loop(model, optimizer, 0, 3)
     cpt.restore_(model)
@@ -161,7 +162,7 @@ def test_a_restored_model_is_followed_no_longer_and_may_be_quantised_again():
     assert optimizer.state_dict()[KEY]["last_step"] == 4
 
 
-def test_of_two_that_follow_the_newest_drives():
+def test_scheduler_newest_follower_sets_the_bits():
     model, optimizer, first = made()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     second = cpt.PrecisionScheduler(
@@ -175,7 +176,7 @@ def test_of_two_that_follow_the_newest_drives():
 
 
 @pytest.mark.parametrize(("trained", "before"), [("aaa", ""), ("ab", "a"), ("ab", "")])
-def test_a_layer_that_has_not_run_yet_is_in_the_checkpoint(trained, before):
+def test_scheduler_state_covers_layers_not_yet_run(trained, before):
     def made():
         parts = {"body": nn.Linear(8, 8), "a": nn.Linear(8, 2), "b": nn.Linear(8, 3)}
         model = cpt.quantize_(
@@ -197,7 +198,7 @@ def test_a_layer_that_has_not_run_yet_is_in_the_checkpoint(trained, before):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
-def test_a_copy_follows_nothing_and_says_so(copied):
+def test_scheduler_copy_follows_no_optimizer_and_warns(copied):
     with pytest.warns(
         UserWarning,
         match=r"the copy of a PrecisionScheduler follows no optimizer: call its step\(\)",
@@ -213,7 +214,7 @@ def test_a_copy_follows_nothing_and_says_so(copied):
 
 
 @pytest.mark.parametrize("follow", [True, False])
-def test_a_block_keeps_its_bits_while_the_model_trains(follow):
+def test_precision_block_keeps_bits_while_training(follow):
     model, optimizer, scheduler = made(follow)
     ran = []
     model[0].register_forward_hook(
@@ -240,7 +241,7 @@ def test_a_block_keeps_its_bits_while_the_model_trains(follow):
     assert within[0].precision.bits == SCHEDULE(0)
 
 
-def test_wrapped_optimizers_are_followed():
+def test_scheduler_follows_wrapped_optimizers():
     accelerate = pytest.importorskip("accelerate")
     model, optimizer, _ = made(follow=False)
     wrapped = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
@@ -249,7 +250,7 @@ def test_wrapped_optimizers_are_followed():
     assert follower.last_step == 3
 
 
-def test_nobody_is_kept_alive():
+def test_scheduler_and_optimizer_are_garbage_collected():
     model, optimizer, follower = made()
     gone = weakref.ref(follower)
     del model, optimizer, follower
@@ -257,7 +258,8 @@ def test_nobody_is_kept_alive():
     assert gone() is None
 
 
-def test_what_would_go_wrong_without_a_word_is_an_error():
+def test_scheduler_rejects_invalid_following():
+    """Reject silent errors: double steps, missing or different states, unsupported optimizers."""
     model, optimizer, follower = made()
     refused(
         r"every optimizer\.step\(\) calls step\(\) already",

@@ -1,4 +1,4 @@
-"""Graph convolutions beyond the reference vectors: conversion in place, constant features, operations counted."""
+"""Quantised graph convolutions beyond the reference vectors: conversion, constant features, operation counts."""
 
 import copy
 import pickle
@@ -46,7 +46,7 @@ def forward(m, g, x):
 
 
 def their_model(conv=dgl.nn.GraphConv, *args):
-    """A model as users of DGL write it."""
+    """Return a model written as users of DGL write it."""
     return FunctionModule(
         forward, conv1=conv(6, 16, *args), conv2=conv(16, 4, *args), out=nn.Linear(4, 3)
     )
@@ -54,7 +54,7 @@ def their_model(conv=dgl.nn.GraphConv, *args):
 
 @pytest.mark.parametrize("norm", ["both", "left", "right", "none", "mean"])
 @pytest.mark.parametrize("sizes", [(6, 4), (4, 6)])
-def test_our_layers_are_dgls(norm, sizes):
+def test_graph_layers_equal_dgl_layers(norm, sizes):
     if norm == "mean":
         ours, theirs, g = (
             SAGEConv(*sizes),
@@ -78,7 +78,7 @@ def test_our_layers_are_dgls(norm, sizes):
 @pytest.mark.parametrize(
     "model", [their_model(), their_model(dgl.nn.SAGEConv, "mean")], ids=["GCN", "SAGE"]
 )
-def test_a_model_of_dgl_is_converted_in_place_and_back(model):
+def test_dgl_model_converts_in_place_and_back(model):
     g, x = to_dgl(graph()), features()
     classes = [type(m) for m in model.modules()]
     parameters, state = (
@@ -104,7 +104,7 @@ def test_a_model_of_dgl_is_converted_in_place_and_back(model):
     assert torch.equal(model(g, x), expected)
 
 
-def test_what_surrounds_dgls_layers_still_runs():
+def test_dgl_layer_dropout_norm_and_activation_run():
     torch.manual_seed(0)
     layer = dgl.nn.SAGEConv(
         6, 3, "mean", feat_drop=0.5, norm=nn.LayerNorm(3), activation=torch.tanh
@@ -122,7 +122,7 @@ def test_what_surrounds_dgls_layers_still_runs():
         assert gcn(g, x).min() >= 0
 
 
-def test_parts_of_a_layer_follow_it():
+def test_dgl_layer_parts_are_covered_by_layer():
     model = quantize_(
         their_model(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("conv1",))
     )
@@ -143,7 +143,7 @@ def test_parts_of_a_layer_follow_it():
         )
 
 
-def test_other_aggregators_are_named_and_their_linear_parts_converted():
+def test_dgl_unsupported_aggregators_convert_linear_parts_only():
     model = quantize_(their_model(dgl.nn.SAGEConv, "pool"))
     assert type(model.conv1) is dgl.nn.SAGEConv
     assert {r.name for r in summary(model).quantized} == {
@@ -167,7 +167,7 @@ def test_other_aggregators_are_named_and_their_linear_parts_converted():
     assert [r.name for r in summary(plain).quantized] == ["conv1", "out"]
 
 
-def test_q_agg_quantises_the_sum_and_nothing_else_changes():
+def test_quantized_aggregation_changes_only_the_sum():
     x, results = features(), {}
     for kind in ("fp", "quantized"):
         torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_q_agg_quantises_the_sum_and_nothing_else_changes():
         ),
     ],
 )
-def test_bad_calls(call, error, message):
+def test_graph_conv_rejects_invalid_calls(call, error, message):
     model = quantize_(GraphConv(6, 3))
     with precision(model, 8), pytest.raises(error, match=message):
         call(model)
@@ -219,7 +219,7 @@ def test_bad_calls(call, error, message):
     [dgl.nn.GraphConv(6, 3), dgl.nn.SAGEConv(6, 3, "mean")],
     ids=["GCN", "SAGE"],
 )
-def test_dgl_layers_refuse_edge_weights(layer):
+def test_dgl_layers_reject_edge_weights(layer):
     model = quantize_(layer)
     with (
         precision(model, 8),
@@ -228,7 +228,7 @@ def test_dgl_layers_refuse_edge_weights(layer):
         model(to_dgl(graph()), features(), edge_weight=torch.ones(190))
 
 
-def test_nodes_without_in_edges():
+def test_graph_conv_of_nodes_without_in_edges():
     lonely = Graph.from_edges(torch.tensor([0]), torch.tensor([1]), 3)
     model = GraphConv(6, 3)
     nn.init.constant_(model.bias, 2.0)
@@ -254,7 +254,7 @@ def test_nodes_without_in_edges():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [3.0, 1e-3])
-def test_matrix_norm_of_a_gpu_is_that_of_the_cpu(dtype, scale):
+def test_matrix_norm_gpu_form_equals_cpu_form(dtype, scale):
     x = (
         torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * scale
         + 5 * scale
@@ -275,8 +275,8 @@ def test_matrix_norm_of_a_gpu_is_that_of_the_cpu(dtype, scale):
         torch.testing.assert_close(one * scale, other * scale, **close)
 
 
-def test_matrix_norm_is_no_layer_norm_of_one_row_on_a_gpu():
-    """CUDA's layer norm has a block of threads for every row: one for the whole graph.  Needs no GPU."""
+def test_matrix_norm_avoids_layer_norm_on_gpu():
+    """Avoid CUDA's layer norm, which would use one thread block for the whole graph. Needs no GPU."""
     for device, layer_norm in (("cpu", True), ("cuda:0", False)):
         with FakeTensorMode(), OpRecorder() as ran:
             assert MatrixNorm()(torch.empty(50, 8, device=device)).shape == (50, 8)
@@ -286,8 +286,8 @@ def test_matrix_norm_is_no_layer_norm_of_one_row_on_a_gpu():
 # --- operations -----------------------------------------------------------------------------------
 
 
-def test_operations_of_the_papers_gcn(reference_macs):
-    """Convention "paper" is the authors' count: products and LayerNorm, no aggregation."""
+def test_count_bitops_of_paper_gcn(reference_macs):
+    """Count matmuls and LayerNorm but no aggregation, by convention "paper"."""
     nodes = 169_343
     g = Graph(torch.arange(nodes + 1), torch.arange(nodes))
     plan = count_bitops(
@@ -308,8 +308,8 @@ def test_operations_of_the_papers_gcn(reference_macs):
     )
 
 
-def test_operations_of_the_papers_sage(reference_macs):
-    """The authors' constant for a batch of 1,024 implies the number of first-layer nodes; linear layers only."""
+def test_count_bitops_of_paper_sage(reference_macs):
+    """Infer first-layer nodes from the authors' constant for a batch of 1,024; count linear layers only."""
     expected = int(reference_macs["products_sage"]["forward_count"])
     first = round((expected - 1024 * 512 * 47) / (2 * 100 * 512 + 512 * 47))
     blocks = [
@@ -337,7 +337,7 @@ def test_operations_of_the_papers_sage(reference_macs):
     [("fp", "simulated"), ("quantized", "simulated"), ("quantized", "integer")],
 )
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
-def test_plan_and_ledger_agree_by_hand(kind, aggregation, execution):
+def test_count_bitops_equals_ledger_and_manual_count(kind, aggregation, execution):
     g, x = graph(), features()
     g.set_constant(x)
     config = QuantConfig(
@@ -371,8 +371,8 @@ def test_plan_and_ledger_agree_by_hand(kind, aggregation, execution):
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
-def test_a_sum_behind_its_product_has_an_error_also_in_the_first_layer(kind):
-    """The features need no gradient, but the weight of the product before the sum does."""
+def test_aggregation_after_matmul_has_input_gradient(kind):
+    """Count the input gradient of a first-layer sum, which the weight before it needs."""
     g, x = graph(), features()
     model = quantize_(GraphNet(kind, 6, 3, layers=1))
     with precision(model, 4, q_grad=8), BitOpsLedger(model) as ledger:
@@ -390,7 +390,7 @@ def test_a_sum_behind_its_product_has_an_error_also_in_the_first_layer(kind):
     assert ledger.by_layer("per_op") == plan.by_layer
 
 
-def test_operations_of_dgls_layers():
+def test_count_bitops_of_dgl_layers():
     plans = [
         count_bitops(quantize_(layer), (g, features()), convention="per_op")
         for layer, g in (

@@ -1,4 +1,4 @@
-"""Half precision, under autocast or of the model, leaves operands on their grid."""
+"""Half precision, by autocast or by model dtype: operands stay on their quantisation grid."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ HALF_MODELS = {
 @pytest.mark.parametrize("kind", HALF_MODELS)
 @pytest.mark.parametrize("way", ["autocast", "model"])
 @pytest.mark.parametrize("dtype", HALF)
-def test_half_precision_leaves_operands_on_their_grid(kind, way, dtype):
-    """Inputs between 10 and 11, where bfloat16 has 17 values: the 256 of 8 bits reach the product all the same."""
+def test_half_precision_keeps_operands_on_grid(kind, way, dtype):
+    """Keep all 256 values of 8 bits for inputs of 10 to 11, of which bfloat16 has 17 values."""
     if kind == "lstm" and dtype == torch.float16 and way == "model":
         pytest.skip("torch has no such LSTM on the CPU")
     torch.manual_seed(0)
@@ -61,8 +61,8 @@ def test_half_precision_leaves_operands_on_their_grid(kind, way, dtype):
     )
 
 
-def test_autocast_is_torch_s_own_where_nothing_is_quantised():
-    """What is quantised gives the float32 result, rounded once: test_integer_interplay."""
+def test_autocast_of_float32_layers_equals_torch():
+    """Match torch's autocast; test_int8_combinations covers quantised layers."""
     model, x = (
         quantize_(nn.Sequential(nn.Linear(30, 20, bias=False))),
         torch.rand(64, 30) + 10,
@@ -72,7 +72,7 @@ def test_autocast_is_torch_s_own_where_nothing_is_quantised():
 
 
 @pytest.mark.parametrize("family", ["cpt", "cpt_reference"])
-def test_a_backward_pass_under_autocast_is_named(family, monkeypatch):
+def test_autocast_warns_in_backward_pass(family, monkeypatch):
     monkeypatch.setattr(operators, "active", getattr(torch.ops, family))
     model = quantize_(nn.Linear(4, 4))
     with precision(model, 4, 8), torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""What a position does not change in float32 it does not change at low precision, however tensors lie in memory."""
+"""Independence of positions: unrelated tokens, samples, nodes and memory layouts change no output."""
 
 import math
 
@@ -21,7 +21,7 @@ def masked_softmax(scores, x):
 
 
 class Function(nn.Module):
-    """A module with a weight, whose forward is a function."""
+    """Module with a weight and a given function as its forward."""
 
     def __init__(self, function, *shape):
         super().__init__()
@@ -51,20 +51,20 @@ def heads(m, x):
 
 
 def values_first(m, x):
-    """As in the attention of image models: values, transposed, times probabilities, transposed."""
+    """Multiply transposed values by transposed probabilities, as image models do."""
     keys = x.mT
     return torch.bmm(keys, masked_softmax(torch.bmm(x, keys), x).mT).mT
 
 
 def chunk_state(m, x):
-    """As a chunk of linear attention: the state of the tokens before, and the chunk itself."""
+    """Compute a chunk of linear attention from the state of earlier tokens and the chunk."""
     q, k, v = positive(x), positive(x), x
     before = torch.zeros(len(x), FEATURES, FEATURES) + torch.arange(FEATURES) / 9 - 0.3
     return q @ before + (q @ k.mT * causal_mask(x)) @ v
 
 
 def heads_of_convolutions(m, x):
-    """As in SqueezeBERT: queries and keys are outputs of a convolution, whose features come first."""
+    """Attend with convolution outputs, features first, as SqueezeBERT does."""
     features = F.conv1d(x.mT, m.weight)
     keys = features.view(len(x), 2, 3, -1)
     scores = keys.permute(0, 1, 3, 2) @ keys
@@ -74,7 +74,7 @@ def heads_of_convolutions(m, x):
 
 
 def two_attentions(m, x):
-    """As in differential attention, with as many features as tokens in the prefix: shapes say nothing."""
+    """Compute differential attention with as many features as prefix tokens, so that shapes are ambiguous."""
     wide = F.pad(x, (0, CUT - FEATURES), value=0.5)
     first = masked_softmax(wide @ wide.mT, x)
     return (first - 0.5 * masked_softmax((0.7 * wide) @ wide.mT, x)) @ x
@@ -174,7 +174,7 @@ def causal(request):
     cpt.restore_(model)
 
 
-def test_later_tokens_change_no_earlier_output(causal):
+def test_causal_model_ignores_later_tokens(causal):
     x = torch.randn(2, TOKENS, FEATURES)
     changed = torch.cat([x[:, :CUT], 3 * torch.randn(2, TOKENS - CUT, FEATURES)], 1)
     for bits in ("float", 4, 8):
@@ -183,7 +183,7 @@ def test_later_tokens_change_no_earlier_output(causal):
         assert not torch.equal(y, z)
 
 
-def test_prefix_equals_full_sequence(causal):
+def test_causal_model_prefix_equals_full_sequence(causal):
     x = torch.randn(2, TOKENS, FEATURES)
     for bits in (4, 8):
         y = output(causal, x, bits)
@@ -195,7 +195,7 @@ def test_prefix_equals_full_sequence(causal):
         )
 
 
-def test_sample_equals_its_batch(causal):
+def test_causal_model_sample_equals_its_batch(causal):
     if isinstance(causal[0], nn.LSTM):
         pytest.skip(
             "a hidden state at the edge of two steps is rounded by the noise of float32"
@@ -209,7 +209,7 @@ def test_sample_equals_its_batch(causal):
         )
 
 
-def test_layout_in_memory_changes_no_number(causal):
+def test_causal_model_is_independent_of_memory_layout(causal):
     x = torch.randn(2, TOKENS, FEATURES)
     y = output(causal, x)
     for other in (
@@ -222,8 +222,8 @@ def test_layout_in_memory_changes_no_number(causal):
         )
 
 
-def test_node_that_is_no_neighbour_changes_nothing():
-    """A dense Laplacian, as of ChebNet, and an adjacency that is given with the features."""
+def test_adjacency_matmul_ignores_nodes_without_edge():
+    """Cover a dense Laplacian, as in ChebNet, and an adjacency passed with the features."""
     torch.manual_seed(0)
     adjacency = (torch.rand(9, 9) < 0.3).float().fill_diagonal_(1)
     laplacian = torch.diag(adjacency.sum(1)) - adjacency
@@ -258,7 +258,7 @@ def test_attention_with_cache_equals_full_pass(bits):
             )
 
 
-def test_attention_ignores_padding_on_the_left():
+def test_attention_ignores_left_padding():
     model = cpt.quantize_(
         nn.Sequential(Function(lambda m, x: masked_softmax(x @ x.mT, x) @ x))
     )[0]
@@ -300,8 +300,8 @@ CROSS = {  # queries times keys of another number of tokens
 
 @pytest.mark.parametrize("name", CROSS)
 @pytest.mark.parametrize("queries", [1, 5, FEATURES])
-def test_masked_token_changes_no_query(name, queries):
-    """Queries attend to tokens, the last three of which are masked; also as many queries as features."""
+def test_attention_ignores_masked_tokens(name, queries):
+    """Mask the last three tokens; also with as many queries as features."""
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(Function(lambda m, x: x)))[0]
     x, y = torch.randn(2, queries, FEATURES), torch.randn(2, TOKENS, FEATURES)
@@ -331,7 +331,7 @@ def state_by_einsum(m, inputs):
 
 
 @pytest.mark.parametrize("function", [pooled, state, state_by_einsum])
-def test_masked_token_changes_no_sum_over_tokens(function):
+def test_masked_token_sum_ignores_masked_tokens(function):
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(Function(function)))[0]
     x, keep = (
@@ -345,8 +345,8 @@ def test_masked_token_changes_no_sum_over_tokens(function):
             assert torch.equal(model((x, keep)), model((changed, keep)))
 
 
-def test_node_of_another_block_changes_nothing():
-    """A rectangular adjacency, as of a batch of nodes and their neighbours."""
+def test_adjacency_matmul_ignores_nodes_outside_block():
+    """Use a rectangular adjacency, as for a batch of nodes and their neighbours."""
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(Function(lambda m, x: x[0] @ x[1])))[0]
     adjacency, h = (torch.rand(4, 9) < 0.4).float(), torch.randn(9, 5)

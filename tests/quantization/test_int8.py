@@ -1,4 +1,4 @@
-"""Products int8 matmuls: as exact as the simulation, and the same in every other respect."""
+"""Int8 matmuls in layers: as exact as the simulation, with its errors, memory layout and noise."""
 
 import copy
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ NEAR = 1e-6
 
 
 def distance(y, exact):
-    """Error relative to the numbers that a product adds up."""
+    """Return the error relative to the summed magnitudes."""
     return float((y.double() - exact).norm() / exact.norm().clamp_min(1e-30))
 
 
@@ -54,7 +54,7 @@ def values64(x):
 
 
 def convert(layer, execution, shared=True, **kwargs):
-    """A model of one layer; the projections of attention stay in float32."""
+    """Return a one-layer model; projections of attention stay in float32."""
     config = cpt.QuantConfig(execution=execution, **{"attention": "paper"} | kwargs)
     config = config.with_shared_steps() if shared else config
     whole = lambda module, name: name == "0" or not isinstance(module, nn.Linear)  # noqa: E731
@@ -66,7 +66,7 @@ def both(layer, shared=True):
 
 
 def passes(model, x, *state, q=8, q_grad=8):
-    """Outputs, the gradients of inputs and parameters, and running ranges; and the keys of the noise."""
+    """Return outputs, gradients of inputs and parameters, running ranges and noise keys."""
     leaves = [t.clone().requires_grad_() for t in (x, *state)]
     model.zero_grad()
     with cpt.precision(model, q, q_grad=q_grad):
@@ -90,7 +90,7 @@ def passes(model, x, *state, q=8, q_grad=8):
 
 
 def compare(models, inputs, near=1e-5, **bits):
-    """Codes compute what the simulation does, up to float32 sums, and draw as much noise."""
+    """Check that int8 equals the simulation up to float32 sums, and draws as much noise."""
     (found, keys), (expected, expected_keys) = (
         passes(model, *inputs, **bits) for model in models
     )
@@ -127,10 +127,8 @@ def drawn(kind, *shape, seed=0):
     names=st.tuples(*[st.sampled_from(["per_tensor", "per_row", "per_position"])] * 2),
     plain=st.booleans(),
 )
-def test_a_product_of_codes_is_that_of_the_values(
-    outer, sizes, bits, kinds, names, plain
-):
-    """Of two matrices, or of many pairs."""
+def test_int8_matmul_equals_float64_of_values(outer, sizes, bits, kinds, names, plain):
+    """Multiply two matrices or batches of matrices."""
     M, K, N = sizes
     backend()
     a = QuantizedTensor.quantize(drawn(kinds[0], *outer, M, K), bits[0], names[0])
@@ -157,7 +155,8 @@ def test_a_product_of_codes_is_that_of_the_values(
         (2, 3, MAX_INT8_TERMS + 100),
     ],
 )
-def test_long_sums_do_not_overflow_and_a_bias_counts_once(shape):
+def test_int8_matmul_long_sums_do_not_overflow(shape):
+    """Add the bias once to sums that are split into several int32 sums."""
     x, bias = torch.ones(shape), torch.full((3,), 1e4)
     x[..., 0, 0] = 0  # all codes but one at the end of their range
     a = QuantizedTensor.quantize(x, 8, "per_tensor")
@@ -166,7 +165,7 @@ def test_long_sums_do_not_overflow_and_a_bias_counts_once(shape):
     assert distance(matmul(a, a.t(), bias), exact + bias) < NEAR
 
 
-def test_sums_over_very_many_rows_do_not_overflow():
+def test_int8_sum_values_of_many_rows():
     rows = 2 * integer.MAX_SUMMED_ROWS + 9
     x = QuantizedTensor(
         torch.full((rows, 1), -128, dtype=torch.int8),
@@ -175,7 +174,7 @@ def test_sums_over_very_many_rows_do_not_overflow():
     assert float(integer.sum_values(x)) == pytest.approx(-rows)
 
 
-def test_steps_that_differ_along_the_sum_are_refused():
+def test_int8_matmul_rejects_scales_along_sum():
     a = QuantizedTensor.quantize(torch.randn(4, 6), 4, "per_row")
     refused(r"scales differ along the sum: \(1, 4\)", matmul, a.t(), a)
 
@@ -185,7 +184,7 @@ def test_steps_that_differ_along_the_sum_are_refused():
 )
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("noise", [None, 7])
-def test_codes_are_those_of_the_simulation(granularity, layout, noise):
+def test_int8_quantized_tensor_equals_simulation(granularity, layout, noise):
     backend()
     x = torch.randn(3, 4, 5, 6).to(memory_format=layout)
     key = None if noise is None else torch.tensor(noise)
@@ -226,7 +225,7 @@ LAYERS = {
 
 
 def made(table, name):
-    """A layer, the same in every call."""
+    """Return the same new layer at every call."""
     torch.manual_seed(0)
     return table[name][0]()
 
@@ -250,7 +249,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind", "shared"), CASES)
-def test_layers_compute_what_the_simulation_does(name, kind, shared):
+def test_int8_layers_equal_simulation(name, kind, shared):
     for q, q_grad in NUMBERS[kind]:
         inputs = [
             drawn(kind, *shape, seed=i) for i, shape in enumerate(LAYERS[name][1:])
@@ -299,7 +298,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("kind", "shared", "q", "q_grad", "backend"), STEPS)
-def test_the_lstm_computes_what_the_simulation_does(kind, shared, q, q_grad, backend):
+def test_int8_lstm_equals_simulation(kind, shared, q, q_grad, backend):
     inputs = [
         drawn("two-sided", *shape, seed=i) + 0.2
         for i, shape in enumerate(LSTMS[kind][1:])
@@ -311,7 +310,7 @@ def test_the_lstm_computes_what_the_simulation_does(kind, shared, q, q_grad, bac
 @pytest.mark.parametrize(
     ("table", "name", "near"), [(LAYERS, "padded", 1e-5), (LSTMS, "two layers", 0.03)]
 )
-def test_evaluation_uses_running_ranges_and_clips(table, name, near):
+def test_int8_evaluation_uses_running_ranges_and_clips(table, name, near):
     models, shape = both(made(table, name)), table[name][1]
     for seed in range(3):
         compare(models, [drawn("two-sided", *shape, seed=seed)], near)
@@ -331,7 +330,7 @@ LAYOUTS = torch.contiguous_format, torch.channels_last
 @pytest.mark.parametrize(
     ("layout", "of_weight"), [(a, b) for a in LAYOUTS for b in LAYOUTS]
 )
-def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
+def test_int8_results_have_simulated_memory_layout(shared, layout, of_weight):
     x = drawn("two-sided", 4, 5, 9, 10).to(memory_format=layout)
     for name in (
         ("padded", "strided", "1x1")
@@ -356,8 +355,8 @@ def test_results_lie_in_memory_as_the_simulated_ones(shared, layout, of_weight):
     ("name", "left", "named"),
     [("linear", 1, 2), ("padded", 1, 1), ("one image", 1, 1), ("sequence", 2, 2)],
 )
-def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named):
-    """Shared steps leave nothing to float32; the authors' steps leave what ``summary`` says."""
+def test_int8_layers_run_no_supported_float_matmul(name, left, named):
+    """Run no float matmul with shared steps; with the authors' steps run those that ``summary`` lists."""
     layer, shape = made(LAYERS, name), LAYERS[name][1]
     x = torch.randn(shape).repeat(
         1 if name == "one image" else 4, *[1] * (len(shape) - 1)
@@ -389,7 +388,7 @@ def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named)
         ("auto", True, ("forward", "error", "weight")),
     ],
 )
-def test_products_of_attention_run_where_the_summary_says(execution, shared, left):
+def test_int8_attention_matmuls_run_as_in_summary(execution, shared, left):
     model = convert(made(LAYERS, "attention"), execution, shared)
     with OpRecorder() as ran:
         passes(model, torch.randn(3, 7, 12))
@@ -401,8 +400,8 @@ def test_products_of_attention_run_where_the_summary_says(execution, shared, lef
 
 
 @pytest.mark.parametrize(("shared", "left"), [(True, 2), (False, 2 + 1 + 7)])
-def test_products_of_the_lstm_run_where_the_summary_says(shared, left):
-    """Left are the gradients of both weights; with ranges per row also those of the input and every hidden state."""
+def test_int8_lstm_matmuls_run_as_in_summary(shared, left):
+    """Simulate weight gradients; with ranges per row also input and hidden-state gradients."""
     model = convert(nn.LSTM(12, 12), "integer", shared)
     with torch.autograd.profiler.profile() as profile:
         passes(model, torch.randn(7, 4, 12))
@@ -424,9 +423,7 @@ def test_products_of_the_lstm_run_where_the_summary_says(shared, left):
         ("per_tensor", 4 * 12 - 1, "sums over the gates"),
     ],
 )
-def test_an_lstm_without_an_integer_form_stays_simulated(
-    granularity, longest, why, monkeypatch
-):
+def test_int8_unsupported_lstm_is_simulated(granularity, longest, why, monkeypatch):
     monkeypatch.setattr("cpt_extras.int8.lstm.MAX_INT8_TERMS", longest)
     config = cpt.QuantConfig(execution="integer")
     config = replace(
@@ -448,7 +445,7 @@ OTHER_MATMULS = {
 
 
 @pytest.mark.parametrize("name", OTHER_MATMULS)
-def test_other_matmuls_are_simulated(name):
+def test_int8_unsupported_matmuls_are_simulated(name):
     x, found = drawn("two-sided", 3, 7, 12), []
     for execution in ("integer", "simulated"):
         model = convert(
@@ -469,8 +466,8 @@ OTHER_CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
-def test_integers_of_convolutions_without_their_integer_form(name):
-    """They are simulated, bit for bit."""
+def test_int8_unsupported_convolutions_are_simulated(name):
+    """Give the simulated result bit for bit."""
     layer, x, found = OTHER_CONVOLUTIONS[name](), drawn("two-sided", 3, 4, 9, 8), []
     x = x[..., 0] if name == "one dimension" else x
     for execution in ("integer", "simulated"):
@@ -497,14 +494,14 @@ OTHER_CLASSES = {
 
 
 @pytest.mark.parametrize("name", OTHER_CLASSES)
-def test_integers_multiply_in_forwards_of_other_classes(name):
+def test_int8_runs_in_custom_forwards(name):
     x = drawn("two-sided", *OTHER_CLASSES[name][1])
     with OpRecorder() as ran:
         compare(both(made(OTHER_CLASSES, name)), [x])
     assert ran.count("cpt::encode")
 
 
-def test_summary_says_what_stays_simulated():
+def test_summary_lists_int8_fallbacks():
     layers = (
         nn.Conv2d(4, 4, 3, groups=4),
         nn.Conv2d(4, 8, 3),
@@ -536,7 +533,7 @@ def test_summary_says_what_stays_simulated():
 
 
 def kept(model, *inputs):
-    """Return the tensors that are kept between the passes."""
+    """Return the tensors saved for the backward pass."""
     held = {}
     keep = lambda t: held.setdefault(t.data_ptr(), t)  # noqa: E731
     with (
@@ -551,7 +548,7 @@ def kept_bytes(model, *inputs):
     return sum(t.numel() * t.element_size() for t in kept(model, *inputs))
 
 
-def test_codes_are_what_is_kept_between_the_passes():
+def test_int8_saves_int8_tensors_for_backward():
     layer, x = (
         nn.Conv2d(16, 16, 3, padding=1),
         torch.randn(8, 16, 12, 12, requires_grad=True),
@@ -580,7 +577,7 @@ def test_codes_are_what_is_kept_between_the_passes():
     "ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning"
 )  # deprecated, some day
 @pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Conv2d(5, 3, 1)])
-def test_what_cannot_be_computed_on_codes_is_an_error(layer):
+def test_int8_rejects_jit_trace_and_float64_weight(layer):
     model, x = convert(layer, "integer"), torch.randn(4, 5, 5, 5)
     with cpt.precision(model, 8):
         refused(

@@ -1,4 +1,4 @@
-"""What else a training does, with products on codes: nothing else may notice that they are."""
+"""Int8 execution combined with copies, compilation, autocast, BitOps counts and evaluation."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def converted(execution="integer", seed=0):
 
 
 def passes(model, x, call=None):
-    """The output, and the gradients of the input and the parameters."""
+    """Return the output and the gradients of the input and the parameters."""
     x = x.detach().requires_grad_()
     y = (model if call is None else call)(x)
     return [
@@ -45,7 +45,7 @@ def passes(model, x, call=None):
 
 
 def trained(model, call=None):
-    """Train a few steps, through ``call``: losses, parameters, running ranges and keys of the noise."""
+    """Train a few steps through ``call``; return losses, parameters, running ranges and noise keys."""
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=1)
     losses = losses_of(
         model,
@@ -64,13 +64,13 @@ def trained(model, call=None):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A machine without instructions for products of 8-bit integers."""
+    """Simulate a machine without instructions for int8 matmuls."""
     monkeypatch.setattr("cpt_extras.int8.execution.has_fast_int8", lambda device: False)
     monkeypatch.setattr("cpt_extras.int8.fallback.has_fast_int8", lambda device: False)
     monkeypatch.setattr("cpt_extras.int8.execution._warned_devices", set())
 
 
-def test_where_integers_are_slow_it_is_said_once(slow):
+def test_int8_warns_once_on_slow_device(slow):
     model, again = converted(), converted()
     with (
         cpt.precision(model, 8),
@@ -87,7 +87,7 @@ def test_where_integers_are_slow_it_is_said_once(slow):
 
 
 @pytest.mark.slow
-def test_where_integers_are_slow_compiled_code_says_so_too(slow):
+def test_int8_compiled_warns_on_slow_device(slow):
     torch._dynamo.reset()
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)), config())
     with (
@@ -97,7 +97,8 @@ def test_where_integers_are_slow_compiled_code_says_so_too(slow):
         torch.compile(model, backend="eager")(torch.ones(2, 4))
 
 
-def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
+def test_auto_execution_simulates_on_slow_device(slow, monkeypatch):
+    """Simulate int8 layers with execution "auto" on slow devices, and give the reason in the summary."""
     model, simulated = converted("auto"), converted("simulated")
     with cpt.precision(model, 4):
         assert "execution=auto (simulated on this device), " in repr(model)
@@ -121,7 +122,7 @@ def test_auto_simulates_where_integers_are_slow_and_says_so(slow, monkeypatch):
 # --- training and evaluation ------------------------------------------------------------------------------------------
 
 
-def test_training_is_that_of_the_simulation():
+def test_int8_training_equals_simulated_training():
     on_codes, simulated = (
         trained(converted(execution))[0].tolist()
         for execution in ("integer", "simulated")
@@ -132,7 +133,7 @@ def test_training_is_that_of_the_simulation():
     assert on_codes[0] == pytest.approx(simulated[0], rel=1e-5)
 
 
-def test_evaluation_between_steps_leaves_no_trace():
+def test_int8_training_ignores_evaluation_between_steps():
     model = converted()
 
     def evaluated_before(x):
@@ -146,10 +147,10 @@ def test_evaluation_between_steps_leaves_no_trace():
 
 
 @pytest.mark.parametrize("q_grad", [6, 12])
-def test_gradients_are_rounded_as_the_simulation_does_whatever_bits_were_set_between(
+def test_int8_gradients_use_bits_at_backward_pass(
     q_grad,
 ):
-    """The levels are those at the time of the backward pass: codes of 8 bits do not hold those of 12."""
+    """Round gradients with the bits at backward time; 12 bits do not fit into int8."""
     found = []
     for execution in ("integer", "simulated"):
         model = converted(execution)
@@ -168,7 +169,7 @@ def test_gradients_are_rounded_as_the_simulation_does_whatever_bits_were_set_bet
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch where a graph breaks
-def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_anew():
+def test_int8_compiled_equals_eager_without_recompilation():
     from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
 
     torch._dynamo.reset()
@@ -202,7 +203,7 @@ LAYERS = {
 
 
 def layer_of(kind, execution="integer"):
-    """A model of one layer, and its input."""
+    """Return a one-layer model and its input."""
     make, shape = LAYERS[kind]
     torch.manual_seed(0)
     model = cpt.quantize_(
@@ -212,7 +213,7 @@ def layer_of(kind, execution="integer"):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_copies_compute_the_same_and_what_is_too_wide_for_codes_is_simulated(kind):
+def test_int8_copies_match_and_wide_bits_simulate(kind):
     model, x = layer_of(kind)
     with cpt.precision(model, 4, q_grad=8):
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
@@ -228,7 +229,7 @@ def test_copies_compute_the_same_and_what_is_too_wide_for_codes_is_simulated(kin
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_autocast_rounds_results_and_nothing_before(kind):
+def test_int8_autocast_rounds_results_only(kind):
     found = []
     for execution in ("integer", "simulated"):
         model, x = layer_of(kind, execution)
@@ -248,7 +249,7 @@ def test_autocast_rounds_results_and_nothing_before(kind):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_bitops_are_those_of_the_simulation(kind):
+def test_int8_bitops_equal_simulated_bitops(kind):
     found = []
     for execution in ("integer", "simulated"):
         model, x = layer_of(kind, execution)
@@ -262,7 +263,7 @@ def test_bitops_are_those_of_the_simulation(kind):
     "how", [config(), config("simulated"), cpt.QuantConfig(execution="integer")]
 )
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_the_output_may_be_changed_in_place(kind, how):
+def test_int8_output_may_be_changed_in_place(kind, how):
     make, shape = LAYERS[kind]
     layer, x, found = make(), torch.randn(shape), []
     for inplace in (True, False):
@@ -276,7 +277,7 @@ def test_the_output_may_be_changed_in_place(kind, how):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_gradients_of_gradients_are_refused_and_not_left_out(kind):
+def test_int8_rejects_double_backward(kind):
     model, x = layer_of(kind)
     with cpt.precision(model, 8):
         y = model(x)
@@ -289,7 +290,7 @@ def test_gradients_of_gradients_are_refused_and_not_left_out(kind):
     [(1, 4, 8, 8), (1, 3, 2, 8), (1, 3, 1, 1)],
     ids=["channels", "height", "both"],
 )
-def test_a_convolution_says_what_torch_says_of_a_wrong_shape(shape):
+def test_int8_convolution_shape_error_equals_torch(shape):
     said = []
     for execution in ("simulated", "integer"):
         model = cpt.quantize_(nn.Sequential(nn.Conv2d(3, 5, 3)), config(execution))

@@ -1,4 +1,4 @@
-"""Graph convolutions on codes are as exact as the simulation; what is fused, kept or compiled changes no bit."""
+"""Int8 graph convolutions: equality with the simulation; fused, cached and compiled forms change no bit."""
 
 import copy
 from dataclasses import replace
@@ -31,7 +31,7 @@ ALL = "forward, error, weight, aggregation, aggregation error"
 
 
 def graph(sources=NODES, seed=0):
-    """Some nodes have no in-edges and some no out-edges; a block where there are more sources."""
+    """Return a graph with nodes lacking in-edges or out-edges; with more sources it is a block."""
     drawn = torch.Generator().manual_seed(seed)
     destination = torch.randint(NODES, (150,), generator=drawn).sort().values
     indptr = torch.cat(
@@ -97,7 +97,7 @@ CONFIGS = {
 
 
 def passes(model, g, x, bits=8, q_grad=8):
-    """Output and gradients of two steps, an evaluation, and where the noise has got to."""
+    """Return the output and gradients of two steps, an evaluation, and the noise key."""
     found, generator = [], torch.Generator().manual_seed(5)
     with cpt.precision(model, bits, q_grad=q_grad):
         for by in (1.0, 2.0):
@@ -115,7 +115,7 @@ def passes(model, g, x, bits=8, q_grad=8):
 
 
 def prepared(name):
-    """A layer whose bias is not zero, its graph, features and bits."""
+    """Return a layer with a nonzero bias, its graph, features and bits."""
     make, sources, bits = LAYERS[name]
     torch.manual_seed(0)
     layer, g = make(), graph(sources)
@@ -141,7 +141,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "config"), PAIRS)
-def test_layers_compute_what_the_simulation_does(name, config):
+def test_int8_graph_layers_equal_simulation(name, config):
     (layer, g, x, bits), outcomes = prepared(name), []
     for how in ("integer", "simulated"):
         model = cpt.quantize_(
@@ -201,7 +201,7 @@ def test_layers_compute_what_the_simulation_does(name, config):
         ),
     ],
 )
-def test_what_summary_says_on_codes_runs_on_codes(
+def test_int8_graph_layers_run_as_in_summary(
     layer, config, products, sums, integer_sums, said
 ):
     model, g = cpt.quantize_(nn.ModuleList([copy.deepcopy(layer)]), config), graph()
@@ -222,7 +222,7 @@ def test_what_summary_says_on_codes_runs_on_codes(
     assert f"int8 matmuls: {said}" in str(cpt.summary(model))
 
 
-def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):
+def test_int8_graph_sum_is_limited_to_int32(monkeypatch):
     monkeypatch.setattr(graph_integer, "MAX_DEGREE", 6)
     model, g, x = cpt.quantize_(GraphConv(6, 9), SHARED), graph(), features()
     most = int(g.in_degrees.max())
@@ -249,9 +249,7 @@ def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):
         ("sage", 12, SHARED),
     ],
 )
-def test_codes_of_constant_features_are_made_once_per_bit_width(
-    monkeypatch, kind, width, config
-):
+def test_int8_constant_features_encoded_once_per_bits(monkeypatch, kind, width, config):
     encode, made, outcomes = graph_integer.encode_operand, [], []
     monkeypatch.setattr(
         graph_integer,
@@ -278,7 +276,8 @@ def test_codes_of_constant_features_are_made_once_per_bit_width(
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
-def test_kept_codes_follow_features_that_change_after_all_and_training_may_use_those_of_evaluation():
+def test_int8_cached_features_follow_in_place_changes():
+    """Reuse in training the constant features encoded during evaluation."""
     g, x = graph(), features()
     model = cpt.quantize_(
         GraphNet("gcn", 6, 3, hidden=8, layers=2, dropout=0.0), SHARED
@@ -304,7 +303,7 @@ def test_kept_codes_follow_features_that_change_after_all_and_training_may_use_t
 # --- training ----------------------------------------------------------------------------------------
 
 
-def test_codes_are_what_is_kept_between_the_passes():
+def test_int8_graph_conv_saves_int8_for_backward():
     g, x = graph(), drawn("two-sided", NODES, 64).requires_grad_()
     configs = (replace(SHARED, execution=e) for e in ("integer", "simulated"))
     integer, simulated = (
@@ -341,7 +340,7 @@ def train(model, checkpoint=False):
 
 
 @pytest.mark.parametrize(("kind", "config"), [("gcn", AUTHORS), ("sage", SHARED)])
-def test_training_is_that_of_the_simulation_and_repeats(kind, config):
+def test_int8_graph_training_equals_simulation_and_repeats(kind, config):
     losses = train(network(kind, config))
     assert losses == train(network(kind, config), checkpoint=True)
     simulated = train(network(kind, replace(config, execution="simulated")))
@@ -370,13 +369,13 @@ NO_NODES = Graph(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.i
 
 @pytest.fixture
 def plain_handlers():
-    """A function that lets the plain chains run instead of the fused operators, until the test ends."""
+    """Return a function that disables the fused operators until the test ends."""
     yield GraphHandlers().register
     FusedGraphHandlers().register()
 
 
 @pytest.mark.parametrize("case", CHAINS)
-def test_one_pass_over_the_rows_changes_no_bit(case, plain_handlers):
+def test_fused_row_operators_equal_plain_chains(case, plain_handlers):
     name, config = CHAINS[case]
     layer, g, x, bits = prepared(name)
     if case == "no nodes":
@@ -407,7 +406,7 @@ def test_one_pass_over_the_rows_changes_no_bit(case, plain_handlers):
         ((6, 4), Q, {"scale_round": 1, "scale_round_add": 1, "round_scale_round": 1}),
     ],
 )
-def test_what_stands_side_by_side_is_one_pass(sizes, config, expected):
+def test_graph_conv_fuses_adjacent_operations(sizes, config, expected):
     model, x = cpt.quantize_(GraphConv(*sizes), config), features().requires_grad_()
     with cpt.precision(model, 3, q_grad=5), OpRecorder() as ran:
         model(graph(), x).square().sum().backward()
@@ -415,7 +414,7 @@ def test_what_stands_side_by_side_is_one_pass(sizes, config, expected):
 
 
 @pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
-def test_what_is_rounded_in_passing_is_seen(config):
+def test_check_sees_rounding_in_fused_operators(config):
     found = cpt.check(
         cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config), (graph(), features())
     )
@@ -433,7 +432,7 @@ def test_what_is_rounded_in_passing_is_seen(config):
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
 @pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
 @pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_training_and_evaluation_share_what_is_kept_of_constant_features(
+def test_constant_features_cache_serves_training_and_evaluation(
     monkeypatch, kind, config, first
 ):
     g, x, calls = graph(), features(), []
@@ -473,7 +472,7 @@ def test_training_and_evaluation_share_what_is_kept_of_constant_features(
     ]  # of a constant: once, or once for every number of bits
 
 
-def test_a_sum_behind_its_product_is_not_kept():
+def test_aggregation_after_matmul_is_not_cached():
     g, x = graph(), features()
     g.set_constant(x)
     model = cpt.quantize_(GraphConv(6, 4), Q)

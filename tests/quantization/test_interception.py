@@ -1,4 +1,4 @@
-"""The mode of a converted model is on while its modules run, never longer, and knows whose operation it sees."""
+"""Interception mode of a converted model: active only while its modules run, and aware of the running layer."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def modes_on():
 
 
 def layers_of(model, *inputs):
-    """Return the name of the layer of every operation of a forward pass, None for float32."""
+    """Return the layer name of every operation of a forward pass, None for float32."""
     return [
         op.layer if op.precision is not None else None
         for op in reported_operations(model, *inputs)
@@ -53,7 +53,7 @@ def layers_of(model, *inputs):
 
 
 def stored(model):
-    """Return the model written to a file and read."""
+    """Return the model after saving and loading it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -72,7 +72,7 @@ COPIES = {
 
 
 class Past(nn.Module):
-    """Uses the weight of a child past its forward, as Swin's attention does; the child may lie in a list."""
+    """Module that uses a child's weight without calling the child, as Swin's attention does."""
 
     def __init__(self, in_list):
         super().__init__()
@@ -86,7 +86,7 @@ class Past(nn.Module):
 
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize(("in_list", "name"), [(False, "1.inner"), (True, "1.inner.0")])
-def test_weight_used_by_parent_belongs_to_its_layer(in_list, name, copied):
+def test_interception_assigns_parent_matmul_to_weight_owner(in_list, name, copied):
     torch.manual_seed(0)
     model, x = (
         COPIES[copied](quantize_(nn.Sequential(nn.Linear(4, 4), Past(in_list)))),
@@ -107,7 +107,7 @@ def test_weight_used_by_parent_belongs_to_its_layer(in_list, name, copied):
 
 
 class Own(nn.Module):
-    """Multiplies by a weight of its own."""
+    """Module that multiplies by its parameter."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ OWNERS = {  # what -> model, the layers of its operations
 
 
 @pytest.mark.parametrize("name", OWNERS)
-def test_operation_belongs_to_the_layer_of_its_weight(name):
+def test_interception_assigns_operation_to_weight_owner(name):
     make, expected = OWNERS[name]
     model = make()
     if name == "container of a weight":
@@ -203,8 +203,8 @@ def test_operation_belongs_to_the_layer_of_its_weight(name):
 @pytest.mark.parametrize(
     ("left_out", "layers"), [("first", [None, "inner"]), ("inner", ["first", None])]
 )
-def test_module_left_out_stays_in_float32(left_out, layers, copied):
-    """Also where its weight is used by its parent, which is quantised."""
+def test_interception_keeps_excluded_modules_in_float32(left_out, layers, copied):
+    """Keep an excluded module in float32 even if a quantised parent uses its weight."""
     model, x = (
         COPIES[copied](quantize_(Past(False), QuantConfig(float32=(left_out,)))),
         torch.randn(5, 4),
@@ -215,7 +215,7 @@ def test_module_left_out_stays_in_float32(left_out, layers, copied):
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_functional_call_computes_as_the_module_does():
+def test_functional_call_equals_module_call():
     model, x = (
         quantize_(two(lambda m, x: m.own(m.first(x)) @ m.second.weight, own=Own())),
         torch.randn(3, 4),
@@ -230,7 +230,7 @@ def test_functional_call_computes_as_the_module_does():
         assert layers_of(around, x) == layers == ["first", "own", "second"]
 
 
-def test_module_added_later_runs_in_float32_inside_a_converted_one():
+def test_interception_runs_later_added_module_in_float32():
     model = quantize_(
         FunctionModule(lambda m, x: m.late(m.first(x)), first=nn.Linear(4, 4))
     )
@@ -242,7 +242,7 @@ def test_module_added_later_runs_in_float32_inside_a_converted_one():
 
 
 class Listed(nn.Module):
-    """Multiplies by weights that a list of parameters holds."""
+    """Module that multiplies by weights of a ParameterList."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_graph_modules_run_quantised(graph):
+def test_interception_quantizes_graph_modules(graph):
     plain, x = Listed(), torch.randn(8, 4)
     model = quantize_(GRAPHS[graph](copy.deepcopy(plain)))
     copied = copy.deepcopy(model)
@@ -271,7 +271,7 @@ def test_graph_modules_run_quantised(graph):
     assert torch.equal(restore_(copied)(x), plain(x))
 
 
-def test_copy_of_a_submodule_does_not_hold_the_model():
+def test_copied_submodule_does_not_hold_the_model():
     model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(1000, 1000)))
     with precision(model, 4):
         model[0](torch.randn(2, 4))
@@ -282,7 +282,7 @@ def test_copy_of_a_submodule_does_not_hold_the_model():
         assert mode_of(copied) is not mode_of(model)
 
 
-def test_parameters_of_a_forward_pass_are_not_held():
+def test_interception_frees_parameters_made_in_forward():
     seen = []
 
     def forward(m, x):
@@ -301,7 +301,7 @@ def test_parameters_of_a_forward_pass_are_not_held():
 
 
 class Stopped(nn.Module):
-    """Calls something between two layers."""
+    """Module that calls a function between two layers."""
 
     def __init__(self, between):
         super().__init__()
@@ -325,7 +325,7 @@ def raising(error):
 @pytest.mark.parametrize(
     "error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit]
 )
-def test_failed_forward_leaves_no_mode_to_the_next(error):
+def test_interception_ends_after_failed_forward(error):
     model, x = quantize_(nn.Sequential(Stopped(raising(error)))), torch.randn(2, 4)
     cell = nn.GRUCell(4, 4)
     expected = cell(x)
@@ -344,7 +344,7 @@ def test_failed_forward_leaves_no_mode_to_the_next(error):
     assert not mode_of(model).running.stack
 
 
-def test_interrupts_of_two_models_leave_no_mode():
+def test_interception_ends_after_interrupts_of_two_models():
     models, x = (
         [quantize_(Stopped(raising(KeyboardInterrupt))) for _ in range(2)],
         torch.ones(2, 4),
@@ -359,7 +359,7 @@ def test_interrupts_of_two_models_leave_no_mode():
     assert modes_on() == 0
 
 
-def test_interrupt_takes_no_mode_of_a_user_away():
+def test_interception_interrupt_keeps_user_modes():
     model, x = quantize_(Stopped(raising(KeyboardInterrupt))), torch.ones(2, 4)
     with precision(model, 4):
         with pytest.raises(KeyboardInterrupt):
@@ -371,7 +371,7 @@ def test_interrupt_takes_no_mode_of_a_user_away():
             assert torch.empty(1).is_meta
 
 
-def test_interrupted_child_may_be_caught_by_its_parent():
+def test_interception_survives_interrupt_caught_by_parent():
     def caught(m, x):
         with pytest.raises(KeyboardInterrupt):
             m.part(x)
@@ -384,7 +384,7 @@ def test_interrupted_child_may_be_caught_by_its_parent():
     assert modes_on() == 0
 
 
-def test_failing_hook_of_a_user_leaves_no_mode():
+def test_interception_ends_after_failing_user_hook():
     model, x = quantize_(Stopped(unchanged)), torch.randn(2, 4)
     handles = [
         model.last.register_forward_pre_hook(lambda *_: 1 / 0, prepend=True),
@@ -399,7 +399,7 @@ def test_failing_hook_of_a_user_leaves_no_mode():
         assert layers_of(model, x) == ["first", "last"]
 
 
-def test_converted_models_inside_each_other():
+def test_interception_of_nested_converted_models():
     inner = quantize_(Stopped(unchanged))
     seen = []
 
@@ -417,7 +417,7 @@ def test_converted_models_inside_each_other():
     assert modes_on() == 0
 
 
-def test_model_that_calls_itself():
+def test_interception_of_recursive_model():
     def forward(m, x, depth=2):
         y = m.first(x)
         return m(y, depth - 1) @ y.mT if depth else y
@@ -432,7 +432,7 @@ def test_model_that_calls_itself():
     assert modes_on() == 0
 
 
-def test_generators_of_a_model_leave_no_mode():
+def test_interception_ends_between_generator_steps():
     def parts(m, x):
         yield m.first(x)
         yield m.second(x)
@@ -447,7 +447,7 @@ def test_generators_of_a_model_leave_no_mode():
         assert modes_on() == 0
 
 
-def test_threads_run_one_model_at_a_time_each():
+def test_interception_of_concurrent_threads():
     meeting = threading.Barrier(3, timeout=60)
 
     def between(model, x):
@@ -470,7 +470,7 @@ def test_threads_run_one_model_at_a_time_each():
             assert modes == 0
 
 
-def test_replicas_of_data_parallel_have_states_of_their_own():
+def test_interception_of_data_parallel_replicas():
     model, x = quantize_(nn.Linear(4, 4)), torch.randn(3, 4)
     with precision(model, 3):
         replica = model._replicate_for_data_parallel()
@@ -490,7 +490,7 @@ def test_replicas_of_data_parallel_have_states_of_their_own():
         assert float(replica.precision.running_input[2]) > 0
 
 
-def test_other_modes_inside_and_around_stay():
+def test_interception_keeps_user_torch_function_modes():
     def forward(m, x):
         with torch.device("cpu"):
             return m.second(m.first(x)) + torch.zeros(4)
@@ -507,7 +507,7 @@ def test_other_modes_inside_and_around_stay():
     "ignore:.*torch.jit:DeprecationWarning",
     "ignore::torch.jit.TracerWarning",
 )
-def test_traced_and_exported_programs_compute_what_the_model_does():
+def test_traced_and_exported_programs_equal_the_model():
     model, x = (
         quantize_(two(lambda m, x: m.second(m.first(x) @ x.mT @ x))).eval(),
         torch.randn(3, 4),
@@ -528,7 +528,7 @@ def test_traced_and_exported_programs_compute_what_the_model_does():
 
 
 class Attention(nn.Module):
-    """Self-attention, perhaps with a checkpoint around a function of it."""
+    """Self-attention, optionally with a checkpointed function."""
 
     def __init__(self, fused=False):
         super().__init__()
@@ -559,7 +559,7 @@ HOW["torch's, True in False"] = lambda run, *xs: HOW["torch's, False"](
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("how", [*HOW][1:])
-def test_checkpointed_function_is_quantised_when_computed_again(fused, how):
+def test_checkpointed_function_is_quantized_on_recomputation(fused, how):
     model, x = quantize_(Attention(fused)), torch.randn(2, 5, 8)
     found = []
     for way in ("none", how, how):
@@ -577,7 +577,7 @@ def test_checkpointed_function_is_quantised_when_computed_again(fused, how):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_checkpointed_module_computes_the_same(whole, reentrant):
+def test_checkpointed_module_equals_plain_module(whole, reentrant):
     model, x, found = (
         quantize_(nn.Sequential(Attention(), Attention())),
         torch.randn(2, 5, 8, requires_grad=True),
@@ -601,7 +601,7 @@ def test_checkpointed_module_computes_the_same(whole, reentrant):
 
 
 class Keeps(torch.autograd.Function):
-    """No checkpoint: what it keeps runs in its backward pass alone."""
+    """Autograd function that calls a saved function in its backward pass, without a checkpoint."""
 
     @staticmethod
     def forward(ctx, x, w, back):
@@ -616,7 +616,7 @@ class Keeps(torch.autograd.Function):
         return ctx.back(gradient, w.t()), ctx.back(x.t(), gradient), None
 
 
-def test_functions_kept_for_the_backward_pass_stay_as_they_are():
+def test_interception_ignores_functions_saved_for_backward():
     model = quantize_(
         FunctionModule(
             lambda m, x: Keeps.apply(x, m.w, torch.matmul),
@@ -633,7 +633,7 @@ def test_functions_kept_for_the_backward_pass_stay_as_they_are():
 
 
 class Block(nn.Module):
-    """Attention and a weight of its own, perhaps with a break in its graph."""
+    """Attention and a parameter, optionally with a graph break."""
 
     def __init__(self, breaks):
         super().__init__()
@@ -651,7 +651,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two blocks, a product of activations, and one with a weight of a child."""
+    """Two blocks, a matmul of activations, and one with a child's weight."""
 
     def __init__(self, breaks=False):
         super().__init__()
@@ -664,7 +664,7 @@ class Blocks(nn.Module):
 
 
 def step(model, run, size, bits):
-    """Return the output, the gradients and the state that a step leaves."""
+    """Return the output, the gradients and the layer state of a step."""
     torch.manual_seed(size)
     x = torch.randn(2, size, 8, requires_grad=True)
     model.zero_grad()
@@ -687,8 +687,8 @@ def step(model, run, size, bits):
 @pytest.mark.parametrize(
     "what", ["model", "child", "model with breaks", "child with breaks"]
 )
-def test_compiled_code_is_quantised_once(what, backend):
-    """Where modules around it run eagerly, the mode is on while compiled code runs."""
+def test_compiled_code_is_quantized_once(what, backend):
+    """Quantise once, although the interception mode stays on in compiled code inside eager modules."""
     torch._dynamo.reset()
     eager, model = (quantize_(Blocks("breaks" in what)) for _ in range(2))
     if "child" in what:
@@ -704,7 +704,7 @@ def test_compiled_code_is_quantised_once(what, backend):
 
 
 @pytest.mark.slow
-def test_compiled_model_has_one_graph_for_all_bits():
+def test_compiled_model_has_one_graph_for_bits():
     torch._dynamo.reset()
     eager, model = quantize_(Blocks()), quantize_(Blocks())
     run = torch.compile(model, backend="aot_eager", fullgraph=True)

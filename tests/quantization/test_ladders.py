@@ -1,4 +1,4 @@
-"""Levels of schedules as number formats, and roles with schedules of their own, in layers and all around them."""
+"""Format ladders and per-role schedules in layers, schedulers, checkpoints, costs and exports."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def made(kind):
 
 
 def converted(kind, rounding="stochastic", **config):
-    """A quantised layer and its input."""
+    """Return a quantised layer and its input."""
     model, x = made(kind)
     cpt.quantize_(
         nn.Sequential(model), cpt.QuantConfig(**config).with_gradient_rounding(rounding)
@@ -60,7 +60,7 @@ def output(model, x):
 
 
 def trained(model, x, schedule):
-    """Losses and the last gradients of four steps of training over a schedule."""
+    """Return losses and the last gradients of four training steps under a schedule."""
     model = nn.Sequential(model)
     losses = losses_of(
         model, schedule, lambda step: output(model, x).square().mean(), 4
@@ -72,7 +72,7 @@ def trained(model, x, schedule):
     ("kind", "aggregation"),
     [*((k, "fp") for k in KINDS), ("gcn", "quantized"), ("sage", "quantized")],
 )
-def test_the_papers_ladder_written_out_is_the_paper(kind, aggregation):
+def test_ladder_of_affine_formats_equals_paper(kind, aggregation):
     written = cpt.FormatLadder({q: f"affine{q}" for q in range(1, 9)})
     roles = cpt.RoleSchedules(weight=CYCLE, activation=CYCLE, gradient=8)
     same = {"activation": None, "weight": written, "gradient": AFFINE}
@@ -87,7 +87,7 @@ def test_the_papers_ladder_written_out_is_the_paper(kind, aggregation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layer_trains_and_is_evaluated_on_a_ladder(kind):
+def test_ladder_trains_and_evaluates_every_layer(kind):
     model, x = converted(kind, ladder=LADDER)
     losses, gradients = trained(model, x, CYCLE)
     plain, _ = trained(*converted(kind), CYCLE)
@@ -97,7 +97,7 @@ def test_every_layer_trains_and_is_evaluated_on_a_ladder(kind):
     assert output(model, x).isfinite().all()
 
 
-def test_a_linear_layer_multiplies_what_the_formats_make_of_its_operands():
+def test_ladder_linear_multiplies_operands_in_their_formats():
     model, x = converted("linear", ladder=LADDER)
     x.requires_grad_()
     for level, format in ((3, "mxfp4"), (4, "nvfp4"), (6, "e3m2"), (8, "e4m3")):
@@ -118,7 +118,7 @@ def test_a_linear_layer_multiplies_what_the_formats_make_of_its_operands():
         assert torch.equal(x.grad, torch.ones_like(y) @ of_weight)  # straight through
 
 
-def test_blocks_of_convolutions_lie_along_the_channels():
+def test_ladder_convolution_blocks_lie_along_channels():
     model, x = converted("convolution", ladder={8: "mxfp4"})
     model.precision.set_bits(8, None)
     by_channels = fake_quantize(
@@ -132,7 +132,7 @@ def test_blocks_of_convolutions_lie_along_the_channels():
     assert torch.allclose(model(x), expected + bias[:, None, None], atol=1e-5)
 
 
-def test_gradients_have_the_format_of_their_level():
+def test_ladder_gradient_has_format_of_its_level():
     model, x = converted("linear", "nearest", ladder=LADDER)
     model.precision.set_bits(None, 3)
     gradient = torch.randn(4, 64)
@@ -145,7 +145,7 @@ def test_gradients_have_the_format_of_their_level():
 
 @pytest.mark.parametrize("ladder", [AFFINE, LADDER])
 @pytest.mark.parametrize("kind", ["linear", "sequence", "convolution"])
-def test_both_backward_products_have_a_precision_of_their_own(kind, ladder):
+def test_role_levels_split_input_and_weight_gradients(kind, ladder):
     results = {}
     for name, levels in {
         "error": RoleLevels(None, None, 3, None),
@@ -177,7 +177,7 @@ def test_both_backward_products_have_a_precision_of_their_own(kind, ladder):
         assert torch.allclose(db, of_weight[3], atol=1e-5)
 
 
-def test_stochastic_gradients_apart_draw_noise_of_their_own():
+def test_split_gradients_draw_two_noise_keys():
     model, x = converted("linear")
     model.precision.set_levels(RoleLevels(8, 8, 3, 4))
     before = int(model.precision.noise_key)
@@ -185,7 +185,7 @@ def test_stochastic_gradients_apart_draw_noise_of_their_own():
     assert int(model.precision.noise_key) == before + 2
 
 
-def test_stochastic_gradients_apart_have_the_noise_of_the_layer():
+def test_split_gradients_equal_noise_of_layer_keys():
     model, x = converted("linear")
     model.precision.set_levels(RoleLevels(None, None, 3, 4))
     key = model.precision.noise_key.clone()
@@ -198,7 +198,7 @@ def test_stochastic_gradients_apart_have_the_noise_of_the_layer():
     assert torch.equal(dw, for_weight.t() @ x)
 
 
-def test_a_rotation_of_both_operands_leaves_the_product_alone():
+def test_hadamard_rotation_of_both_operands_cancels():
     model, x = converted("sequence", ladder=of_operands({8: "affine20:hadamard=16"}))
     plain = nn.functional.linear(x, model.weight, model.bias)
     model.precision.set_bits(8, None)
@@ -213,7 +213,7 @@ def test_a_rotation_of_both_operands_leaves_the_product_alone():
     )
 
 
-def test_a_rotation_spreads_an_outlier_over_its_block():
+def test_hadamard_rotation_spreads_outlier_over_block():
     errors = []
     for hadamard in (0, 32):
         ladder = {4: FormatQuantizer(format=cpt.Format.affine(4), hadamard=hadamard)}
@@ -228,7 +228,7 @@ def test_a_rotation_spreads_an_outlier_over_its_block():
     assert errors[1] < errors[0]
 
 
-def test_roles_have_schedules_of_their_own():
+def test_role_schedules_set_levels_per_role():
     model, x = converted("linear")
     roles = cpt.RoleSchedules(
         weight=CYCLE, activation=8, error=6, weight_gradient="float32"
@@ -250,7 +250,7 @@ def test_roles_have_schedules_of_their_own():
     assert model(x).isfinite().all()
 
 
-def test_the_bounds_of_roles_are_those_of_weights_and_activations_together():
+def test_role_schedules_bounds_cover_weight_and_activation():
     roles = cpt.RoleSchedules(weight=CYCLE, activation=4, error=2, weight_gradient=16)
     assert (roles.q_min, roles.q_max) == (3, 8)
     assert (
@@ -301,12 +301,13 @@ LAYERED = cpt.LayeredSchedule(
         ),
     ],
 )
-def test_a_role_has_one_schedule_and_one_ladder_given_once(ask, said):
+def test_role_schedules_and_ladders_reject_conflicts(ask, said):
+    """Reject a schedule or ladder that is given twice for a role."""
     refused(said, ask)
 
 
 @pytest.mark.parametrize("ladder", [None, LADDER.filled()])
-def test_a_float_phase_quantises_nothing(ladder):
+def test_delayed_schedule_hold_runs_in_float32(ladder):
     (model, x), (plain, _) = converted("linear", ladder=ladder), made("linear")
     cycle = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=36, n_cycles=1)
     schedule = cpt.DelayedSchedule(cycle, hold=4, level=32)
@@ -358,9 +359,7 @@ ONCE = cpt.RoleSchedules(weight=CYCLE, activation=8, error=8, weight_gradient=4)
         ),
     ],
 )
-def test_what_a_layer_cannot_take_is_refused_before_training(
-    kind, ladder, schedule, said
-):
+def test_scheduler_rejects_levels_missing_in_ladder(kind, ladder, schedule, said):
     model, _ = converted(kind, ladder=ladder)
     refused(said, cpt.PrecisionScheduler, nn.Sequential(model), schedule)
     assert all(
@@ -369,7 +368,7 @@ def test_what_a_layer_cannot_take_is_refused_before_training(
 
 
 @pytest.mark.slow
-def test_compiled_models_follow_a_ladder():
+def test_compiled_model_follows_ladder():
     model, x = converted("linear", ladder=LADDERS["minifloat"])
     compiled = torch.compile(model, backend="aot_eager")
     for mode, level in ((True, 4), (False, 8)):  # every format is compiled anew
@@ -377,7 +376,7 @@ def test_compiled_models_follow_a_ladder():
             assert torch.equal(compiled(x), model(x)), (mode, level)
 
 
-def test_products_on_codes_are_those_of_the_affine_levels_alone():
+def test_int8_runs_affine_ladder_levels_only():
     model, x = converted(
         "linear", ladder={4: "e2m1", 8: "affine8"}, execution="integer"
     )
@@ -393,7 +392,7 @@ def test_products_on_codes_are_those_of_the_affine_levels_alone():
         ("convolution", {8: "mx(e2m1,4)"}, (8, 8, 8, 8)),
     ],  # blocks along channels
 )
-def test_products_on_codes_are_the_simulated_ones(kind, gradient, levels):
+def test_int8_ladder_equals_simulation(kind, gradient, levels):
     results = []
     for execution in ("simulated", "integer"):
         ladder = {"weight": None, "activation": None, "gradient": gradient}
@@ -449,7 +448,7 @@ BY_ROLE = {
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
+def test_check_runs_on_ladders_and_restores_them(ladder, schedule, training):
     model = net(ladder)
     cpt.PrecisionScheduler(model, schedule)
     model(inputs())
@@ -467,9 +466,7 @@ def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
         ({"weight": None, "activation": {8: "e4m3"}, "gradient": None}, 8, 8),
     ],
 )
-def test_inputs_of_a_program_may_have_another_format_and_its_weights_not(
-    ladder, trained, exported
-):
+def test_export_accepts_input_formats_not_weight_formats(ladder, trained, exported):
     model = net(ladder)
     with cpt.precision(model, trained, trained):
         model(inputs())
@@ -500,7 +497,7 @@ def test_inputs_of_a_program_may_have_another_format_and_its_weights_not(
         ({1: "affine4", 2: "affine8"}, "int8 matmuls: forward, error, weight"),
     ],
 )
-def test_summary_calls_products_in_other_formats_simulated(ladder, said):
+def test_summary_calls_non_affine_matmuls_simulated(ladder, said):
     torch.manual_seed(0)
     config = cpt.QuantConfig(ladder=ladder, execution="integer").with_shared_steps()
     assert said in str(
@@ -509,7 +506,7 @@ def test_summary_calls_products_in_other_formats_simulated(ladder, said):
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
-def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
+def test_ladder_blocks_of_unbatched_image(kind):
     config = cpt.QuantConfig(ladder={8: "mx(e2m1,8)"}).with_gradient_rounding("nearest")
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(kind(16, 8, 1)), config)
@@ -526,9 +523,10 @@ def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
 
 
 @pytest.mark.parametrize("name", ["e4m3", "affine4:saturate=0", "nvfp4:partial=1"])
-def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(
+def test_lstm_ladder_has_one_range_per_step(
     name,
 ):
+    """Quantise every LSTM step on its range, whatever granularity the format has."""
     torch.manual_seed(0)
     model = cpt.quantize_(
         nn.Sequential(nn.LSTM(8, 4)),
@@ -552,7 +550,7 @@ def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format
             )
 
 
-def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format():
+def test_graph_gradient_ladder_keeps_its_format():
     for ladder, expected in (
         ({8: "e4m3"}, 0),
         ({8: "affine4:granularity=per_tensor"}, 1),
@@ -569,7 +567,7 @@ def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format():
         ) == expected
 
 
-def test_a_recorded_step_serves_no_other_split_of_gradients():
+def test_recorded_step_constants_distinguish_split_gradients():
     layer = layer_precisions(net())["0"]
     found = set()
     for levels in (
@@ -585,7 +583,7 @@ def test_a_recorded_step_serves_no_other_split_of_gradients():
     assert layer_constants(layer) in found  # only numbers differ from the second
 
 
-def test_a_checkpoint_of_another_ladder_is_refused():
+def test_scheduler_rejects_checkpoint_with_different_ladder():
     state = cpt.PrecisionScheduler(net(MX), OF_MX).state_dict()
     cpt.PrecisionScheduler(net(MX), OF_MX).load_state_dict(state)
     for other in (
@@ -609,8 +607,8 @@ def test_a_checkpoint_of_another_ladder_is_refused():
     cpt.PrecisionScheduler(net(), OF_MX).load_state_dict(old)
 
 
-def test_state_of_the_paper_ladder_names_no_ladder():
-    """The paper's grids are one thing, however they were asked for, also in states that say so role by role."""
+def test_scheduler_state_of_paper_ladder_is_empty():
+    """Treat every spelling of the paper's grids as no ladder, also in per-role states."""
     asked = cpt.PrecisionScheduler(net(AFFINE), OF_MX)
     plain = cpt.PrecisionScheduler(net(), OF_MX)
     assert asked.state_dict()["ladders"] == {}
@@ -623,7 +621,7 @@ def test_state_of_the_paper_ladder_names_no_ladder():
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
-def test_ranges_of_rows_take_the_place_of_running_ones(kind):
+def test_ladder_row_ranges_replace_running_ranges(kind):
     torch.manual_seed(0)
     config = cpt.QuantConfig(ladder={1: "e2m1", 2: "e4m3:granularity=per_row"})
     model = cpt.quantize_(nn.Sequential(kind(8, 8)), config)
@@ -645,7 +643,7 @@ def test_ranges_of_rows_take_the_place_of_running_ones(kind):
     )
 
 
-def test_q_max_is_that_of_every_role():
+def test_precision_q_max_applies_to_every_role():
     model = net(BY_ROLE)
     cpt.PrecisionScheduler(model, RISING)
     layer = layer_precisions(model)["0"]
@@ -660,7 +658,7 @@ def test_q_max_is_that_of_every_role():
     ("asked", "expected"),
     [("q_max", (6, 2)), ("current", (6, 1)), ("float", (None, None))],
 )
-def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
+def test_trainer_precision_evaluates_roles_at_their_levels(asked, expected):
     model = net(BY_ROLE)
     precision = TrainerPrecision(model, RISING, None, eval_bits=asked)
     model.eval()
@@ -671,7 +669,7 @@ def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
 
 
 @pytest.mark.parametrize("cost", cpt.formats.COSTS)
-def test_costs_take_the_ladders_of_a_configuration(cost):
+def test_relative_cost_accepts_ladders_of_config(cost):
     ladders = cpt.QuantConfig(ladder=MX).ladder
     assert OF_MX.relative_cost(cost=cost, ladder=ladders) == pytest.approx(
         OF_MX.relative_cost(cost=cost, ladder=MX)
@@ -696,7 +694,7 @@ def test_costs_take_the_ladders_of_a_configuration(cost):
         )  # its own highest levels
 
 
-def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
+def test_sensitivity_of_ladder_uses_its_levels():
     model, step, optimizer, _ = problem()
     config = cpt.QuantConfig(ladder=MX)
     options = {

@@ -1,4 +1,4 @@
-"""Backward passes that come late: gradients and recomputation take the bits that the forward pass had."""
+"""Delayed backward passes: gradients and recomputation use the bits of the forward pass."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,13 +43,13 @@ def nested(run, *xs):
 
 
 def mixed(run, *xs):
-    """Run in a reentrant checkpoint inside of one that is not."""
+    """Run in a reentrant checkpoint inside a non-reentrant one."""
     inner = partial(checkpoint, run, use_reentrant=True)
     return checkpoint(inner, *xs, use_reentrant=False)
 
 
 def saved_on_cpu(run, *xs):
-    """Run with other hooks on what is saved, inside of a checkpoint."""
+    """Run with saved-tensor hooks inside a checkpoint."""
 
     def inner(*xs):
         with torch.autograd.graph.save_on_cpu():
@@ -70,7 +70,7 @@ CHECKPOINTS |= {
 
 
 class Block(nn.Module):
-    """Linear layers and attention; ``how`` runs one of its functions, ``inner`` a layer."""
+    """Linear layers and attention; ``how`` runs one of its functions, ``inner`` one of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer without its state."""
+    """Recurrent layer that returns no state."""
 
     def __init__(self, kind):
         super().__init__()
@@ -101,7 +101,7 @@ class Recurrent(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution over the tokens, with a batch norm."""
+    """Convolution over the tokens, with a batch norm."""
 
     def __init__(self):
         super().__init__()
@@ -146,13 +146,13 @@ MODELS = {
 
 
 def set_bits(model):
-    """Set the bits of all layers, which are in force outside of blocks."""
+    """Set the bits of all layers outside of precision blocks."""
     for layer in all_precisions(model).values():
         layer.set_bits(8, 8)
 
 
 def in_block(model, x, run):
-    """Leave the block before the backward pass."""
+    """Leave the precision block before the backward pass."""
     set_bits(model)
     with precision(model, 4, q_grad=3):
         y = run(model, x)
@@ -160,14 +160,14 @@ def in_block(model, x, run):
 
 
 def in_block_of_itself(model, x, run):
-    """Stay in the block: the reference of ``in_block``."""
+    """Stay in the precision block, as the reference of ``in_block``."""
     set_bits(model)
     with precision(model, 4, q_grad=3):
         run(model, x).square().sum().backward()
 
 
 def stepping(model, x, run):
-    """Let a scheduler go on before the backward pass."""
+    """Step the scheduler before the backward pass."""
     scheduler = PrecisionScheduler(model, RISING)
     y = run(model, x)
     for _ in range(15):
@@ -187,7 +187,7 @@ def twice(model, x, run):
 
 
 def evaluating(model, x, run):
-    """Evaluate, at bits of evaluation, before the backward pass."""
+    """Evaluate at evaluation bits before the backward pass."""
     scheduler = PrecisionScheduler(model, RISING, eval_bits=5)
     for _ in range(3):
         run(model, x)
@@ -199,7 +199,7 @@ def evaluating(model, x, run):
 
 
 def evaluated(model, x, run):
-    """Take gradients of an evaluation when training has gone on."""
+    """Take gradients of an evaluation after training has resumed."""
     scheduler = PrecisionScheduler(model, RISING, eval_bits=5)
     for _ in range(3):
         model(x)
@@ -212,7 +212,7 @@ def evaluated(model, x, run):
 
 
 def in_float32(model, x, run):
-    """Run in float32, and go on at few bits."""
+    """Run the forward pass in float32 and the backward pass at few bits."""
     with precision(model, "float"):
         y = run(model, x)
     for layer in all_precisions(model).values():
@@ -237,7 +237,7 @@ PROGRAMS = [in_block, stepping, twice, evaluating, evaluated, in_float32, by_lay
 
 
 def results(make, program, run=plain, config=NEAREST, prepare=None):
-    """Return loss, gradients and what is left in the layers."""
+    """Return the loss, the gradients and the state of the layers."""
     torch.manual_seed(0)
     model = quantize_(make(), config)
     if prepare is not None:
@@ -276,7 +276,7 @@ def test_checkpoint_recomputes_at_bits_of_forward(how, name, program):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradient_has_bits_of_forward(name):
+def test_late_gradient_has_bits_of_forward(name):
     expected = results(MODELS[name], in_block_of_itself)
     late = results(MODELS[name], in_block)[:-1]
     assert identical(late, expected)
@@ -286,7 +286,7 @@ def test_gradient_has_bits_of_forward(name):
 
 
 def in_blocks(place, how):
-    """Let blocks run one of their functions, or layers, in a checkpoint."""
+    """Return a preparation that checkpoints a function or layer of every block."""
 
     def prepare(model):
         for block in model:
@@ -298,7 +298,7 @@ def in_blocks(place, how):
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("place", ["how", "inner"])
 @pytest.mark.parametrize("how", CHECKPOINTS)
-def test_checkpoint_inside_module_recomputes_at_bits_of_forward(how, place, program):
+def test_checkpoint_inside_module_recomputes_at_forward_bits(how, place, program):
     expected = results(MODELS["attention"], program)
     assert identical(
         expected, results(MODELS["attention"], program, prepare=in_blocks(place, how))
@@ -322,7 +322,7 @@ CONFIGS = {
 
 
 def with_roles(model, x, run):
-    """Cycle the bits of all four roles, those of both gradients by themselves."""
+    """Cycle the bits of all four roles, with separate input and weight gradients."""
     cycle = partial(make_schedule, "CR", total_steps=20, n_cycles=1)
     roles = RoleSchedules(
         weight=cycle(q_min=3, q_max=8),
@@ -378,7 +378,7 @@ def test_late_backward_of_plain_kernels(name, plain_kernels):
 
 @pytest.mark.parametrize("config", ["integer", "ladder"])
 @pytest.mark.parametrize("name", ["mlp", "attention", "convolution", "lstm", "graph"])
-def test_gradient_has_bits_of_forward_in_every_configuration(config, name):
+def test_late_gradient_has_forward_bits_per_configuration(config, name):
     of_config = partial(results, MODELS[name], config=CONFIGS[config])
     assert identical(of_config(in_block)[:-1], of_config(in_block_of_itself))
 
@@ -400,7 +400,7 @@ def test_split_gradient_has_bits_of_forward():
     assert {layer.bits for layer in layer_precisions(model).values()} == {8}
 
 
-def test_recomputation_leaves_layers_as_they_are():
+def test_checkpoint_recomputation_keeps_layer_state():
     model, x = quantize_(mlp(), NEAREST), torch.randn(4, 8, requires_grad=True)
     scheduler = PrecisionScheduler(model, RISING)
     y = CHECKPOINTS["not reentrant"](model, x)
@@ -419,8 +419,8 @@ def test_recomputation_leaves_layers_as_they_are():
         assert not layer.training
 
 
-def test_scheduler_that_a_checkpointed_function_moves_waits():
-    """A block inside of the checkpointed function sets its bits again, and no scheduler comes between."""
+def test_checkpoint_recomputes_precision_block_within_function():
+    """Set the bits of an inner precision block again while the scheduler stays put."""
     found = []
     for run in (plain, *CHECKPOINTS.values()):
         torch.manual_seed(0)
@@ -441,7 +441,7 @@ def test_scheduler_that_a_checkpointed_function_moves_waits():
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_hugging_face_checkpoints_recompute_at_bits_of_forward():
+def test_checkpoint_of_hugging_face_recomputes_forward_bits():
     config = transformers.BertConfig(
         vocab_size=30,
         hidden_size=16,
@@ -466,7 +466,7 @@ def test_hugging_face_checkpoints_recompute_at_bits_of_forward():
     assert all(identical(found[0], other) for other in found[1:])
 
 
-def test_nested_checkpoint_around_layers_notes_inner_ones():
+def test_checkpoint_nested_around_layers_recomputes_inner():
     def compute(model, x, run):
         return model[2](run(model[0], x).relu())
 

@@ -1,4 +1,4 @@
-"""The quantised LSTM, step by step and fused, against plain loops; the backends of the operator: test_lstm_kernels."""
+"""Quantised LSTM, stepwise and fused, against plain loops; test_lstm_kernels covers the backends."""
 
 import copy
 import subprocess
@@ -33,7 +33,7 @@ NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
 
 @pytest.fixture(autouse=True, params=FORMS)
 def form(request, monkeypatch):
-    """Run a test with each form of the LSTM."""
+    """Run a test with each implementation of the LSTM."""
     for function in functions_named("lstm"):
         monkeypatch.setitem(
             OP_HANDLERS, function, OP_HANDLERS[function]
@@ -59,7 +59,7 @@ def plain(
     rounded=None,
     grad=NEAREST_GRAD,
 ):
-    """One direction of one layer, step by step, every operand quantised where it is used; x (T, B, I).
+    """Run one direction of one layer step by step, quantising every operand at its use; x is (T, B, I).
 
     ``rounded``: what quantises an "input" or a "hidden" state; on a range of its own if None.
     """
@@ -89,7 +89,7 @@ def plain(
 
 
 def same(a, b):
-    """Equal but for the last digit: sigmoid rounds the rest of a row that fills no vector register differently."""
+    """Return whether tensors are equal up to the last digit, which vectorised sigmoid may change."""
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-6)
 
 
@@ -109,7 +109,7 @@ def close(a, b, atol=2e-5):
 
 @pytest.mark.parametrize("bits", [2, 5, 8])
 @pytest.mark.parametrize("bias", [True, False])
-def test_same_bits_as_the_plain_loop(bits, bias):
+def test_lstm_equals_plain_loop(bits, bias):
     module = lstm_of(12, 32, bias=bias)
     x, h, c = (
         torch.randn(9, 6, 12, requires_grad=True),
@@ -141,7 +141,7 @@ def test_same_bits_as_the_plain_loop(bits, bias):
     )
 
 
-def test_layers_and_directions():
+def test_lstm_layers_and_directions():
     module = lstm_of(5, 4, num_layers=2, bidirectional=True)
     x, h, c = (
         torch.randn(6, 3, 5, requires_grad=True),
@@ -176,8 +176,8 @@ def test_layers_and_directions():
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_packed_sequences(bidirectional):
-    """Every step sees the sequences that still run, and ranges see nothing of the padding."""
+def test_lstm_packed_sequences(bidirectional):
+    """Run only unfinished sequences at every step, and keep padding out of the ranges."""
     module = lstm_of(5, 4, bidirectional=bidirectional)
     lengths = [3, 7, 5, 7]
     parts = [torch.randn(n, 5) for n in lengths]
@@ -212,7 +212,7 @@ def test_packed_sequences(bidirectional):
         assert same(found[6, last, 4:], h1)
 
 
-def test_states_of_unsorted_sequences_come_and_go_in_their_order():
+def test_lstm_unsorted_sequences_keep_state_order():
     module = lstm_of(5, 4)
     parts = [torch.randn(n, 5) for n in (3, 7, 5)]
     h, c = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
@@ -227,7 +227,7 @@ def test_states_of_unsorted_sequences_come_and_go_in_their_order():
         assert torch.equal(ours[:, order], theirs)
 
 
-def test_packed_gradients_are_those_of_equal_lengths():
+def test_lstm_packed_gradients_equal_padded_gradients():
     module = lstm_of(5, 4, num_layers=2)
     x = torch.randn(6, 3, 5)
     with precision(module, 4, q_grad=5):
@@ -238,7 +238,7 @@ def test_packed_gradients_are_those_of_equal_lengths():
     close(packed, whole, atol=0)
 
 
-def test_batch_first_and_a_single_sequence():
+def test_lstm_batch_first_and_unbatched_input():
     module = lstm_of(5, 4)
     first = copy.deepcopy(module)
     first.batch_first = True
@@ -257,7 +257,7 @@ def test_batch_first_and_a_single_sequence():
             assert same(alone[1][0], one[1][0][:, 0])
 
 
-def test_float_is_torch_s_own():
+def test_lstm_in_float32_equals_torch():
     torch.manual_seed(0)
     theirs = nn.LSTM(5, 4, num_layers=2)
     ours, x = quantize_(copy.deepcopy(theirs)), torch.randn(6, 3, 5)
@@ -267,7 +267,7 @@ def test_float_is_torch_s_own():
 
 
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
-def test_the_written_gradient_is_exact():
+def test_lstm_fused_gradient_passes_gradcheck():
     torch.manual_seed(0)
     sizes = (2, 2, 1)
     unquantized = (
@@ -293,8 +293,8 @@ def test_the_written_gradient_is_exact():
         )
 
 
-def test_only_gradients_quantised():
-    """q_grad alone: the forward pass is that of float32 and the gradient is on a grid."""
+def test_lstm_quantizes_gradients_only():
+    """Run the forward pass in float32 and round only gradients."""
     module, x, zero = lstm_of(5, 4), torch.randn(6, 3, 5), torch.zeros(3, 4)
     module.precision.set_bits(None, 2)
     y, expected = module(x)[0], plain(module, x, zero, zero, 32, 2)[0]
@@ -307,7 +307,7 @@ def test_only_gradients_quantised():
 @pytest.mark.parametrize(
     "granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"]
 )
-def test_other_quantisers_work_per_step_too(granularity):
+def test_lstm_granularities_apply_per_step(granularity):
     changed = {
         "lstm_input": Quantizer(granularity),
         "lstm_hidden": Quantizer(granularity),
@@ -330,7 +330,8 @@ def test_other_quantisers_work_per_step_too(granularity):
 
 
 @pytest.mark.parametrize("start", ["corrected", "zero"])
-def test_running_ranges_move_once_per_step_in_the_order_of_the_direction(start):
+def test_lstm_running_ranges_update_once_per_step(start):
+    """Update running ranges in the order in which a direction visits the steps."""
     module = lstm_of(5, 4, bidirectional=True, config=QuantConfig(running_start=start))
     x, zero = torch.randn(6, 3, 5), torch.zeros(1, 3, 4)
     with precision(module, 8):
@@ -350,7 +351,7 @@ def test_running_ranges_move_once_per_step_in_the_order_of_the_direction(start):
         assert torch.allclose(found, torch.stack([low, width, weight]), atol=1e-6)
 
 
-def test_a_step_that_is_not_finite_leaves_running_ranges_alone():
+def test_lstm_running_ranges_skip_non_finite_steps():
     module, other = lstm_of(5, 4), lstm_of(5, 4)
     x = torch.randn(4, 3, 5)
     broken = torch.cat([x[:2], torch.full((1, 3, 5), float("nan")), x[2:]])
@@ -362,7 +363,7 @@ def test_a_step_that_is_not_finite_leaves_running_ranges_alone():
     assert other.precision.running_hidden_l0.isfinite().all()
 
 
-def test_evaluation_uses_running_ranges():
+def test_lstm_evaluation_uses_running_ranges():
     module = lstm_of(5, 4)
     x = torch.randn(8, 3, 5)
     with precision(module, 3):
@@ -395,7 +396,7 @@ def test_evaluation_uses_running_ranges():
 # --- as a module ----------------------------------------------------------------------------------
 
 
-def test_dropout_between_layers():
+def test_lstm_dropout_between_layers():
     module = lstm_of(5, 40, num_layers=2, dropout=0.5)
     x = torch.randn(6, 3, 5)
     with precision(module, 8):
@@ -409,7 +410,7 @@ def test_dropout_between_layers():
         assert torch.equal(module(x)[0], module(x)[0])
 
 
-def test_bad_input():
+def test_lstm_rejects_invalid_input():
     module = lstm_of(5, 4)
     refused("no precision yet", module, torch.randn(6, 3, 5), error=RuntimeError)
     with precision(module, 4):
@@ -425,7 +426,7 @@ def test_bad_input():
             module(torch.randn(6, 3, 5), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)))
 
 
-def test_frozen_weights_get_no_gradient():
+def test_lstm_frozen_weights_get_no_gradient():
     module = lstm_of(5, 4)
     module.weight_hh_l0.requires_grad_(False)
     module.bias_hh_l0.requires_grad_(False)
@@ -441,8 +442,8 @@ def test_frozen_weights_get_no_gradient():
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
-def test_both_forms_compute_the_same(options, packed):
-    """Outputs, running ranges, gradients where these round to nearest, and evaluation."""
+def test_lstm_fused_equals_stepwise_form(options, packed):
+    """Compare outputs, running ranges, gradients rounded to nearest, and evaluation."""
     module = lstm_of(5, 4, num_layers=2, **options)
     parts = [torch.randn(n, 5) for n in (6, 6, 3)]
     x = pack_sequence(parts) if packed else torch.randn(6, 3, 5)
@@ -474,8 +475,8 @@ def test_both_forms_compute_the_same(options, packed):
     "options", [{}, {"batch_first": True}, {"dropout": 0.5}, {"bias": False}], ids=str
 )
 @pytest.mark.parametrize("form", ["by steps"], indirect=True)
-def test_lstm_equals_its_form_for_packed_sequences(options):
-    """Every bit of outputs, gradients, running ranges and noise."""
+def test_lstm_equals_packed_sequence_form(options):
+    """Compare every bit of outputs, gradients, running ranges and noise."""
     module = lstm_of(5, 4, num_layers=2, config=QuantConfig(), **options)
     x = torch.randn(6, 3, 5)
     results = []
@@ -499,7 +500,7 @@ def test_lstm_equals_its_form_for_packed_sequences(options):
 # --- conversion -----------------------------------------------------------------------------------
 
 
-def test_the_class_stays_and_checkpoints_keep_their_names():
+def test_lstm_keeps_class_and_checkpoint_names():
     module = lstm_of(5, 4, bidirectional=True)
     assert type(module) is nn.LSTM
     directions = ("l0", "l0_reverse")
@@ -512,11 +513,11 @@ def test_the_class_stays_and_checkpoints_keep_their_names():
 
 
 class CallsLSTM(nn.LSTM):
-    """A subclass, whose forward may be another one: it runs by linear operations, as cells do."""
+    """LSTM subclass that runs by linear operations, since its forward may differ."""
 
 
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
-def test_subclasses_and_projections_run_by_linear_operations():
+def test_lstm_subclass_and_projection_use_linear_operations():
     for module in (CallsLSTM(5, 4), nn.LSTM(5, 4, proj_size=3)):
         quantize_(module)
         with precision(module, 4):
@@ -526,7 +527,7 @@ def test_subclasses_and_projections_run_by_linear_operations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
-def test_a_stored_model_is_quantised_in_another_process(tmp_path):
+def test_lstm_stored_model_runs_in_separate_process(tmp_path):
     module, x = quantize_(nn.Sequential(nn.LSTM(5, 4))), torch.randn(3, 2, 5)
     module[0].precision.set_bits(3, 8)
     torch.save((module, x), tmp_path / "model.pt")

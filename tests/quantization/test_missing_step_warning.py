@@ -1,4 +1,4 @@
-"""A loop that never calls ``step()`` of its scheduler is warned once; loops that call it in time never are."""
+"""Warning for loops that never call ``scheduler.step()``: once for these loops, never for correct ones."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ def sgd(model):
 
 
 def train_without_steps(model, updates=ENOUGH, optimizer=None, accumulated=1, run=None):
-    """Train in a loop that calls no ``step()``."""
+    """Train in a loop that never calls ``step()``."""
     optimizer = optimizer or sgd(model)
     for _ in range(updates):
         for _ in range(accumulated):
@@ -62,7 +62,7 @@ OPTIMIZERS = {
         ("fused", 2, False, 0),
     ],
 )
-def test_missing_step_is_warned_of_once(optimizer, accumulated, compiled, last):
+def test_missing_step_warns_once(optimizer, accumulated, compiled, last):
     model = net()
     scheduler = cpt.PrecisionScheduler(model, CR)
     for _ in range(last):
@@ -78,7 +78,7 @@ def test_missing_step_is_warned_of_once(optimizer, accumulated, compiled, last):
     torch._dynamo.reset()
 
 
-def test_warning_names_the_line_of_the_loop():
+def test_missing_step_warning_points_at_loop():
     model = net()
     scheduler = cpt.PrecisionScheduler(model, CR)
     with pytest.warns(UserWarning, match="call step") as seen:
@@ -144,7 +144,7 @@ def closures(model, _, scheduler):
 
 
 def adversarial(model, optimizer, scheduler):
-    """Update a critic several times, and send gradients on to a generator, in one step."""
+    """Update a critic several times and pass gradients to a generator, in one step."""
     for _ in range(4):
         train_without_steps(model, 5, optimizer)
         loss(model).backward()
@@ -205,7 +205,7 @@ LOOPS = [
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_loops_that_call_step_are_not_warned(loop):
+def test_missing_step_not_reported_for_correct_loops(loop):
     model = net()
     scheduler = cpt.PrecisionScheduler(model, CR)
     assert warnings_of(loop, model, sgd(model), scheduler) == []
@@ -214,7 +214,7 @@ def test_loops_that_call_step_are_not_warned(loop):
 
 
 @pytest.mark.parametrize("schedule", ["STATIC", "CR"])
-def test_constant_schedule_is_not_warned_of(schedule):
+def test_missing_step_not_reported_for_constant_schedules(schedule):
     model = net()
     cycle = {"STATIC": {}, "CR": {"q_min": 8, "n_cycles": 2}}[schedule]
     scheduler = cpt.PrecisionScheduler(
@@ -224,7 +224,7 @@ def test_constant_schedule_is_not_warned_of(schedule):
     assert scheduler.last_step == 0
 
 
-def test_frozen_layers_and_copies_change_nothing():
+def test_missing_step_ignores_frozen_layers_and_copies():
     cpt.PrecisionScheduler(net().requires_grad_(False), CR)
     model = net()
     model[2].requires_grad_(False)
@@ -236,7 +236,7 @@ def test_frozen_layers_and_copies_change_nothing():
     assert len(warnings_of(train_without_steps, model)) == 1
 
 
-def test_followed_optimizer_that_does_not_step_is_named():
+def test_missing_step_warning_names_idle_followed_optimizer():
     model = net()
     followed = sgd(model)
     scheduler = cpt.PrecisionScheduler(model, CR, optimizer=followed)
@@ -248,8 +248,8 @@ def test_followed_optimizer_that_does_not_step_is_named():
     assert scheduler.last_step == 0
 
 
-def test_counting_ends_with_the_scheduler():
-    """Hooks are compared by their keys: another test's scheduler may be collected in the meantime."""
+def test_missing_step_hook_is_removed_with_scheduler():
+    """Compare hooks by key, since schedulers of earlier tests may be collected meanwhile."""
     before = set(torch_optimizer._global_optimizer_post_hooks)
     model = net()
     cpt.PrecisionScheduler(model, CR)

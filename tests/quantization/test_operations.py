@@ -1,4 +1,4 @@
-"""Products are quantised where they happen, whatever function of torch computes them, and in whatever module."""
+"""Intercepted operations: every matmul of torch is quantised, priced and reported, in any module."""
 
 import copy
 import inspect
@@ -28,7 +28,7 @@ from cpt_extras.search.role_schedules import RoleSchedules
 
 
 def weighted(function, *sizes):
-    """A module with a weight and a bias, whose own forward is a function of it and of its inputs."""
+    """Return a module with a weight and a bias that runs a given function of its inputs."""
     return FunctionModule(
         function,
         w=nn.Parameter(torch.randn(sizes)),
@@ -222,7 +222,7 @@ def made(name, config=None):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_every_product_runs_on_its_grid_and_is_reported(name):
+def test_intercepted_matmul_is_quantized_and_reported(name):
     module, inputs, count = made(name)
     function = PRODUCTS[name][0]
     with precision(module, "float"):
@@ -243,7 +243,7 @@ def test_every_product_runs_on_its_grid_and_is_reported(name):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_every_product_is_priced(name):
+def test_intercepted_matmul_is_priced(name):
     module, inputs, _ = made(name)
     found = check(module, inputs, invariances=False)
     assert found.ok or "bilinear" in name, (
@@ -261,7 +261,7 @@ def test_every_product_is_priced(name):
 
 
 def with_zero(role):
-    """Return the quantiser of a role outside of the paper's layers."""
+    """Return the quantiser of a role outside the paper's layers."""
     return replace(QUANTIZERS[role], zero_point=True)
 
 
@@ -269,7 +269,8 @@ def with_zero(role):
     "name",
     ["matmul", "transposed", "addmm", "linear", "einsum, weight", "inner", "tensordot"],
 )
-def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
+def test_intercepted_matmul_ranges_per_output_and_row(name):
+    """Give weights a range per output and inputs one per row."""
     module, (x,), _ = made(name)
     flat = {
         "tensordot": lambda w: w.transpose(0, 1).flatten(0, 1),
@@ -299,7 +300,7 @@ def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
 @pytest.mark.parametrize(
     "name", [name for name in PRODUCTS if not name.endswith("by name")]
 )
-def test_gradients_are_rounded_stochastically_and_unbiased(name):
+def test_intercepted_matmul_gradients_are_unbiased(name):
     module, inputs, _ = made(name)
     module.requires_grad_(True)
     with precision(module, 20, "float"):
@@ -338,8 +339,8 @@ CAUSAL = {
 
 
 @pytest.mark.parametrize("implementation", CAUSAL)
-def test_what_comes_later_is_not_seen(implementation):
-    """A later token changes no earlier output: no range spans tokens."""
+def test_intercepted_attention_ignores_later_tokens(implementation):
+    """Keep earlier outputs when a later token changes: no range spans tokens."""
     torch.manual_seed(0)
     attend, x = CAUSAL[implementation], torch.randn(2, 7, 8)
     model = quantize_(
@@ -359,7 +360,7 @@ def test_what_comes_later_is_not_seen(implementation):
         assert not torch.equal(a[:, 5:], b[:, 5:])
 
 
-def test_experts_one_after_the_other():
+def test_intercepted_grouped_mm_by_expert_equals_torch():
     a, b, offs = (
         torch.randn(9, 16),
         torch.randn(3, 16, 8),
@@ -377,7 +378,7 @@ def test_experts_one_after_the_other():
     )
 
 
-def test_angles_of_positions_stay_as_they_are():
+def test_intercepted_rotary_angles_stay_in_float32():
     @torch.no_grad()
     def angles(m, positions):
         return m.frequency @ positions.float()[None]
@@ -404,7 +405,7 @@ def test_angles_of_positions_stay_as_they_are():
         "mm",
     ],
 )
-def test_half_precision_computes_in_float32(name, dtype):
+def test_intercepted_matmul_in_half_precision(name, dtype):
     module, inputs, _ = made(name, NEAREST)
     grads = []
     for half in (False, True):
@@ -420,7 +421,7 @@ def test_half_precision_computes_in_float32(name, dtype):
 
 
 @pytest.mark.slow
-def test_attention_compiles_with_shapes_and_dropout_that_change():
+def test_compiled_attention_with_changing_shapes_and_dropout():
     model = quantize_(nn.MultiheadAttention(8, 2, batch_first=True))
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -431,7 +432,7 @@ def test_attention_compiles_with_shapes_and_dropout_that_change():
 
 
 @pytest.mark.slow
-def test_compiled_code_computes_what_eager_code_does():
+def test_compiled_intercepted_operations_equal_eager():
     config = NEAREST
     modules, inputs, _ = zip(
         *(made(name, config) for name in OF_EVERY_RULE), strict=True
@@ -467,7 +468,7 @@ def test_compiled_code_computes_what_eager_code_does():
             )
 
 
-def test_signatures_stay_those_of_the_module_and_copies_compute_the_same():
+def test_quantized_module_keeps_signature_and_copies_match():
     plain, model, x = (
         nn.MultiheadAttention(8, 2),
         quantize_(nn.MultiheadAttention(8, 2)),
@@ -483,7 +484,7 @@ def test_signatures_stay_those_of_the_module_and_copies_compute_the_same():
 
 
 @pytest.mark.parametrize("name", ["addmm", "transposed", "ladder"])
-def test_roles_reach_products(name):
+def test_role_schedules_reach_intercepted_matmuls(name):
     formats = {3: "e2m1", 6: "e4m3"}
     module, (x,), _ = (
         made("transposed", QuantConfig(ladder=FormatLadder(formats)))
@@ -512,7 +513,7 @@ def test_roles_reach_products(name):
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_that_differ_between_backward_products():
+def test_split_gradients_of_intercepted_matmul():
     module, (x,), _ = made("weight first", NEAREST)
     PrecisionScheduler(
         module,
@@ -528,7 +529,9 @@ def test_gradients_that_differ_between_backward_products():
     assert not torch.allclose(of_w, upstream @ x.mT, atol=0.05)
 
 
-def test_patterns_name_modules_and_what_has_no_precision_says_so():
+def test_schedule_patterns_cover_intercepted_modules():
+    """Raise an error if a module without a matching pattern is run."""
+
     def block():
         attention = FunctionModule(lambda m, x: x @ x.mT)
         return quantize_(
@@ -549,7 +552,9 @@ def test_patterns_name_modules_and_what_has_no_precision_says_so():
         other(x)
 
 
-def test_a_checkpoint_fits_before_and_after_a_module_has_multiplied():
+def test_scheduler_state_fits_late_intercepted_modules():
+    """Load states from before and after the first matmul of a module."""
+
     class Late(nn.Module):
         def forward(self, x):
             return x @ x.mT
@@ -573,7 +578,7 @@ def test_a_checkpoint_fits_before_and_after_a_module_has_multiplied():
 
 
 def by_operators(m, x):
-    """Calls operators as graphs of torch.export and fx do."""
+    """Call operators as graphs of torch.export and fx do."""
     y = torch.ops.aten.linear.default(x, m.w)
     y = torch.ops.aten.conv1d.padding(y.unsqueeze(1), m.k, None, [1], "valid")
     y = torch.ops.aten.conv_transpose2d.input(y.unsqueeze(2), m.t).flatten(1)
@@ -581,7 +586,7 @@ def by_operators(m, x):
 
 
 @pytest.mark.filterwarnings("error")
-def test_operators_of_graphs_are_products_like_others():
+def test_intercepted_graph_operators_are_quantized():
     torch.manual_seed(0)
     sizes = {"w": (6, 4), "k": (2, 1, 3), "t": (2, 1, 1, 2)}
     plain = FunctionModule(
@@ -600,8 +605,8 @@ def test_operators_of_graphs_are_products_like_others():
 @pytest.mark.parametrize(
     "options", [None, nn.LinearCrossEntropyOptions()], ids=["whole", "in parts"]
 )
-def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
-    """A language model's loss in one function, or one after the other."""
+def test_intercepted_linear_cross_entropy_equals_two_functions(options):
+    """Match a linear layer followed by cross_entropy."""
     torch.manual_seed(0)
     x, y = torch.randn(32, 6), torch.randint(5, (32,))
     found = []
@@ -627,7 +632,7 @@ def test_a_cross_entropy_that_multiplies_is_a_product_and_the_rest(options):
 
 
 def outer(m, x):
-    """Fast weights: keys times values, then read out."""
+    """Compute fast weights: keys times values, then a read-out."""
     q, k, v = m.qkv(x).chunk(3, -1)
     m.product = k.unsqueeze(-1) @ v.unsqueeze(-2)
     return (q.unsqueeze(-2) @ m.product).squeeze(-2)
@@ -640,8 +645,8 @@ def outer_by_einsum(m, x):
 
 
 @pytest.mark.parametrize("forward", [outer, outer_by_einsum])
-def test_sum_over_one_element_is_a_scaling(forward):
-    """In training as in evaluation, with gradients or without."""
+def test_sum_over_one_element_is_not_quantized(forward):
+    """Scale in float32, in training and evaluation, with and without gradients."""
     model, x = (
         quantize_(FunctionModule(forward, qkv=nn.Linear(8, 24))),
         torch.randn(4, 8),
@@ -659,7 +664,7 @@ def test_sum_over_one_element_is_a_scaling(forward):
             assert torch.equal(model(x), trained)
 
 
-def test_an_encoder_takes_padding_at_evaluation():
+def test_intercepted_encoder_accepts_padding_at_evaluation():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     model, x = quantize_(nn.TransformerEncoder(layer, 2)).eval(), torch.randn(2, 4, 8)
     padding = torch.tensor([[False] * 4, [False, False, True, True]])
@@ -670,7 +675,7 @@ def test_an_encoder_takes_padding_at_evaluation():
 
 
 def masked():
-    """Attention of torch with what a test gives it."""
+    """Return a module that runs torch's attention with given arguments."""
     return quantize_(
         FunctionModule(
             lambda _, q, k, v, **given: F.scaled_dot_product_attention(q, k, v, **given)
@@ -678,8 +683,8 @@ def masked():
     )
 
 
-def test_what_torch_does_not_read_is_not_read():
-    """Scores of attention are added to nothing where there is no mask."""
+def test_intercepted_baddbmm_ignores_nan_with_zero_beta():
+    """Ignore the added tensor at beta=0, as attention scores without a mask do."""
     nothing, x = torch.full((2, 3, 3), NAN), torch.randn(2, 3, 4)
     model = quantize_(
         FunctionModule(lambda _, x: torch.baddbmm(nothing, x, x.mT, beta=0, alpha=0.5))
@@ -689,7 +694,7 @@ def test_what_torch_does_not_read_is_not_read():
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-def test_a_token_that_sees_nothing_gets_nothing(kind):
+def test_intercepted_attention_of_fully_masked_token(kind):
     model, x = masked(), torch.randn(1, 3, 4, requires_grad=True)
     sees = torch.tensor(
         [[True, True, True], [False, False, False], [True, False, True]]
@@ -708,7 +713,7 @@ def test_a_token_that_sees_nothing_gets_nothing(kind):
 
 
 @pytest.mark.parametrize("causal", [bias.causal_lower_right, bias.causal_upper_left])
-def test_the_masks_of_torch_which_are_tensors_without_numbers_are_read(causal):
+def test_intercepted_attention_reads_causal_bias_masks(causal):
     model, q, x = masked(), torch.randn(1, 2, 4), torch.randn(1, 3, 4)
     mask = torch.ones(2, 3).tril(1 if causal is bias.causal_lower_right else 0).bool()
     for bits in (4, "float"):
@@ -718,7 +723,8 @@ def test_the_masks_of_torch_which_are_tensors_without_numbers_are_read(causal):
             )
 
 
-def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
+def test_intercepted_attention_repeats_heads():
+    """Repeat grouped query heads, and reject a mask together with is_causal=True."""
     model = masked()
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
     with precision(model, 20, 20):
@@ -728,7 +734,7 @@ def test_heads_are_repeated_as_each_needs_and_two_masks_refused():
             model(q, q, q, attn_mask=torch.zeros(3, 3), is_causal=True)
 
 
-def test_an_einsum_that_sums_over_nothing_is_no_product():
+def test_intercepted_einsum_without_sum_is_no_matmul():
     outer = FunctionModule(
         lambda m, x: torch.einsum("bd,dn->bdn", x, m.w),
         w=nn.Parameter(torch.randn(4, 3)),

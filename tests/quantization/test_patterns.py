@@ -1,4 +1,4 @@
-"""Patterns of module names: those of layers in float32, and those of schedules, against matching one by one."""
+"""Patterns of module names, for float32 layers and for schedules, against one-by-one matching."""
 
 import random
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ PATTERNS = [*NAMES, "*", "a*", "*.a", "?", "[ab]", "a?", "*.1", "a.*"]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_patterns_match_as_one_by_one(seed):
+def test_patterns_equal_one_by_one_matching(seed):
     patterns = random.Random(seed).sample(PATTERNS, 4)
     hits = [
         name

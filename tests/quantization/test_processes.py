@@ -1,4 +1,4 @@
-"""Several processes: every one rounds with noise of its own, so that the mean of their gradients has less of it."""
+"""Several processes: each rounds with its noise, so that averaged gradients contain less of it."""
 
 import copy
 import datetime
@@ -45,7 +45,7 @@ def gradients(model, call, x, q_grad):
 
 
 def errors(model, call, x):
-    """Return the root mean square error of every parameter's gradient, which rounding it to 3 bits makes."""
+    """Return the root mean square error of every parameter gradient rounded to 3 bits."""
     exact = gradients(model, call, x, "float")
     drawn = [gradients(model, call, x, 3) for _ in range(DRAWS)]
     of_parameters = zip(exact, zip(*drawn, strict=True), strict=True)
@@ -63,7 +63,7 @@ SCHEDULE = make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
 
 
 def trained(state=None, steps=4, execution="simulated"):
-    """Return the weights, keys and bits of some steps of data-parallel training, and what the second left."""
+    """Return weights, keys and bits of data-parallel training steps, and the checkpoint of step two."""
     model, bits = model_of(execution), []
     with torch.no_grad():
         model[0].weight.add_(dist.get_rank())  # those of the first process go to all
@@ -113,7 +113,7 @@ KINDS = {  # of networks, for rows of 8 numbers
 
 
 def own_ranges(granularity, roles):
-    """Return a config with another range of some roles, the numbers' own."""
+    """Return a config with a different granularity for some roles."""
     own = {
         r: replace(NEAREST.quantizers[r], granularity=granularity, running=False)
         for r in roles
@@ -140,7 +140,7 @@ AGREED = [
 
 
 def losses(config, rank=0, processes=1, kind="linear"):
-    """Return the losses of 12 steps of training, each on the same 32 rows of data, shared out to the processes."""
+    """Return the losses of 12 training steps on the same 32 rows, split over the processes."""
     torch.manual_seed(0)
     model = quantize_(KINDS[kind](), config)
     call = nn.parallel.DistributedDataParallel(model) if processes > 1 else model
@@ -164,7 +164,7 @@ def losses(config, rank=0, processes=1, kind="linear"):
 
 
 def ranges_after(broadcast):
-    """Return running ranges after two steps and an evaluation, all on data of this process."""
+    """Return running ranges after two steps and an evaluation on data of this process."""
     model = model_of()
     parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcast)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -235,8 +235,8 @@ def processes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["parallel", "codes", "sharded"])
-def test_gradients_are_as_good_as_those_of_one_process_with_all_data(kind, processes):
-    """With the same noise in both, errors of the mean would be 1.41 times as large: the data are the same here."""
+def test_processes_average_out_gradient_noise(kind, processes):
+    """Match one process with all data; with equal noise the error would be 1.41 times as large."""
     alone = model_of("integer" if kind == "codes" else "simulated")
     expected = errors(alone, alone, torch.cat([data()] * 2))
     for error, other in zip(processes[0][kind], expected, strict=True):
@@ -245,7 +245,7 @@ def test_gradients_are_as_good_as_those_of_one_process_with_all_data(kind, proce
         )  # at least 24 x 64 numbers are rounded: 2 % each, and 6 % is seen
 
 
-def test_processes_train_as_one_does_where_no_range_holds_several_examples(processes):
+def test_processes_with_per_example_ranges_equal_one(processes):
     of_rows, of_batches = (
         torch.stack(both).mean(0)
         for both in zip(*(p["losses"] for p in processes), strict=True)
@@ -262,7 +262,7 @@ def test_processes_train_as_one_does_where_no_range_holds_several_examples(proce
 
 
 @pytest.mark.parametrize("number", range(len(AGREED)))
-def test_with_agreed_ranges_processes_train_as_one_does(number, processes):
+def test_processes_with_synced_ranges_equal_one(number, processes):
     kind, config = AGREED[number]
     both, alone = (
         torch.stack([p["agreed"][number] for p in processes]).mean(0),
@@ -281,7 +281,7 @@ def test_processes_share_ranges_as_buffers(broadcast, processes):
     assert all(running[2] > 0.1 for running in first)
 
 
-def test_without_a_group_nobody_can_agree():
+def test_synced_ranges_needs_process_group():
     with (
         pytest.raises(
             RuntimeError, match=r"call torch\.distributed\.init_process_group"
@@ -291,7 +291,7 @@ def test_without_a_group_nobody_can_agree():
         pass
 
 
-def test_no_layer_of_a_process_has_the_key_of_another(processes):
+def test_processes_have_distinct_noise_keys(processes):
     assert processes[0]["first"] == processes[1]["first"] == keys_of(model_of())
     counts = [
         key - start
@@ -305,7 +305,7 @@ def test_no_layer_of_a_process_has_the_key_of_another(processes):
         assert others - mine == 1 << KEY_BITS > max(processes[0]["keys"])
 
 
-def test_a_resumed_run_is_bitwise_the_same_in_every_process(processes):
+def test_processes_resume_bit_for_bit(processes):
     for process in processes:
         weights, keys, _ = process["simulated"]
         for again, keys_again in process["resumed"]:
@@ -315,7 +315,7 @@ def test_a_resumed_run_is_bitwise_the_same_in_every_process(processes):
 
 
 @pytest.mark.parametrize("execution", EXECUTION_MODES)
-def test_processes_stay_together(execution, processes):
+def test_processes_keep_equal_weights_and_bits(execution, processes):
     (first, _, bits), (second, _, others) = (
         process[execution] for process in processes
     )
@@ -324,14 +324,14 @@ def test_processes_stay_together(execution, processes):
     assert not any(map(torch.equal, first, model_of().parameters()))
 
 
-def test_a_state_of_several_processes_is_that_of_one(processes):
+def test_processes_state_loads_into_single_process(processes):
     alone = PrecisionScheduler(model_of(), SCHEDULE)
     alone.load_state_dict(processes[0]["states"][0]["precision"])
     assert alone.last_step == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4095])
-def test_keys_of_thousands_of_processes_are_apart(rank, monkeypatch):
+def test_noise_key_offset_of_thousands_of_processes(rank, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     key = torch.tensor((1 << KEY_BITS) - 1).add_(key_offset())
     assert int(key) >> KEY_BITS == rank

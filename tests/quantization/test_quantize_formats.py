@@ -1,4 +1,4 @@
-"""``quantize`` to formats, and random Hadamard rotations."""
+"""``quantize`` with number formats, and random Hadamard rotations."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from cpt_extras.kernels import grids
 N = torch.tensor(15.0)
 
 
-def test_quantize_takes_bits_as_before():
+def test_quantize_accepts_bits_and_equal_formats():
     x = normal(5, 6)
     expected = grids.fake_quantize(x, N, "per_tensor", None)[0]
     for found in (
@@ -62,13 +62,13 @@ def test_quantize_rounds_to_every_format(name):
         assert torch.equal(own, grids.fake_quantize(x, N, f"per_row|{name}", None)[0])
 
 
-def test_wide_minifloats_without_infinities_have_all_their_numbers():
+def test_quantize_wide_minifloat_without_infinities():
     x = torch.tensor([69771.1, -131008.0, 1e9, 6e-8, 3e-8])
     found = quantize(x, format=Format.minifloat(5, 10, "none"))
     assert found.tolist() == [69760.0, -131008.0, 131008.0, 2.0**-24, 2.0**-24]
 
 
-def test_quantize_passes_gradients_and_keeps_types():
+def test_quantize_passes_gradients_and_keeps_dtype():
     for name in ("e4m3", "mxfp4", "nvfp4", "symmetric4", "log2_3"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             x = normal(4, 32).to(dtype).requires_grad_()
@@ -79,7 +79,7 @@ def test_quantize_passes_gradients_and_keeps_types():
     assert quantize(torch.empty(0, 32), format="mxfp4").shape == (0, 32)
 
 
-def test_quantize_rounds_stochastically_with_a_seed():
+def test_quantize_stochastic_rounding_repeats_by_seed():
     x, level = normal(100, 30), FormatQuantizer.of("e4m3:rounding=stochastic")
     found = [quantize(x, format=level, seed=s) for s in (0, 0, 1)]
     assert torch.equal(found[0], found[1])
@@ -154,7 +154,7 @@ def test_quantize_rounds_stochastically_with_a_seed():
         (lambda x: rotate(x, 128, 0), r"do not divide .*\(4, 32\)"),
     ],
 )
-def test_what_cannot_be_rounded_or_rotated_is_refused(call, words):
+def test_quantize_and_rotate_reject_invalid_arguments(call, words):
     refused(words, call, normal(4, 32))
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_rounded_or_rotated_is_refused(call, words):
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 32])
-def test_a_rotation_keeps_lengths_and_products(size):
+def test_rotate_preserves_norms_and_inner_products(size):
     a, b = normal(3, 5, 64), normal(7, 64)
     turned = rotate(a, size, 3)
     assert turned.shape == a.shape
@@ -179,7 +179,7 @@ def test_a_rotation_keeps_lengths_and_products(size):
     )
 
 
-def test_a_rotation_spreads_what_stands_out():
+def test_rotate_spreads_outliers():
     x = normal(4, 64)
     x[:, 3] = 100.0
     assert float(rotate(x, 64, 0).abs().max()) < 30

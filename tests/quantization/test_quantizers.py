@@ -1,4 +1,4 @@
-"""The quantisers: plain numpy and random tensors, edges, types, noise, running ranges."""
+"""Quantisers against plain numpy: random tensors, edge cases, dtypes, noise, running ranges."""
 
 import math
 import sys
@@ -34,7 +34,7 @@ def image(dtype=torch.float32, seed=0):
 
 
 def gradient_of(upstream, bits=3, quantizer=QUANTIZERS["conv_grad"], key=0):
-    """What rounding makes of a gradient; a tensor is the key of the noise itself, which moves on."""
+    """Return a rounded gradient; a tensor key is the noise key itself, which advances."""
     x = torch.zeros_like(upstream, requires_grad=True)
     levels = torch.tensor(num_steps(bits), dtype=torch.float32, device=upstream.device)
     quantize_gradient(
@@ -88,18 +88,18 @@ def step_of(width, bits):
 
 
 def top_of(low, width, bits):
-    """Highest point of the grid: the maximum, or less than a step above it where the step is at its least."""
+    """Return the highest grid point: the maximum, or up to a step above it at the smallest step."""
     step = step_of(width, bits)
     return low + width + np.where(step == np.float32(1e-8), step, 0)
 
 
 def rounding_error(x):
-    """A few units in the last place of the largest value: what float32 itself may lose on the way."""
+    """Return a few units in the last place of the largest value, as float32 may lose them."""
     return 4 * np.spacing(np.abs(x).max(initial=np.float32(1e-30)))
 
 
 @given(tensors(), BITS, GRANULARITY)
-def test_equals_plain_numpy(x, bits, granularity):
+def test_quantize_equals_numpy(x, bits, granularity):
     low, width = numpy_range(x, granularity)
     expected = numpy_quantize(x, bits, low, width)
     leaf = torch.from_numpy(x).requires_grad_()
@@ -126,7 +126,7 @@ def test_equals_plain_numpy(x, bits, granularity):
 
 
 @given(tensors(), BITS)
-def test_gradient_passes_clipped_values_too(x, bits):
+def test_quantize_passes_gradient_of_clipped_values(x, bits):
     leaf = torch.from_numpy(x).requires_grad_()
     low, width = torch.tensor(x.mean()), torch.tensor(np.ptp(x) / 4)  # much is outside
     y = fake_quantize.operators.round_in_range(
@@ -143,7 +143,7 @@ def test_gradient_passes_clipped_values_too(x, bits):
 
 
 @given(tensors(), BITS, st.integers(-(2**63), 2**63 - 1))
-def test_stochastic_rounding_takes_a_neighbour_on_the_grid(x, bits, seed):
+def test_stochastic_rounding_stays_on_neighbouring_grid_points(x, bits, seed):
     found = gradient_of(
         torch.from_numpy(x), bits, STOCHASTIC, torch.tensor(seed)
     ).numpy()
@@ -193,13 +193,13 @@ def splitmix_and_finaliser(key, place):
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 20))
-def test_noise_is_a_function_of_key_and_place(key, count):
+def test_hash_noise_depends_on_key_and_position(key, count):
     expected = [splitmix_and_finaliser(key, place) for place in range(count)]
     assert hash_noise(torch.tensor(key), count).tolist() == expected
 
 
 def is_uniform(noise):
-    """Whether the values look drawn from [-0.5, 0.5): bounds, mean, variance, 64 equal bins (chi square)."""
+    """Return whether noise looks uniform on [-0.5, 0.5): bounds, mean, variance, 64 equal bins (chi square)."""
     noise = noise.flatten().double()
     n = noise.numel()
     count = torch.histc(noise, 64, -0.5, 0.5)
@@ -218,14 +218,14 @@ def correlation(a, b):
 
 
 def drawn(calls, n):
-    """Noise of neighbouring keys, as the calls of one layer have them, and of the first keys of neighbouring layers."""
+    """Return noise of neighbouring keys of one layer, and of the first keys of neighbouring layers."""
     keys = [(1 << 40) + i for i in range(calls // 2)] + [
         (7 + i) << 20 for i in range(calls // 2)
     ]
     return [hash_noise(torch.tensor(key), n) for key in keys]
 
 
-def test_noise_is_uniform_and_not_repeated():
+def test_hash_noise_is_uniform_and_uncorrelated():
     n = 1 << 16
     draws = drawn(6, n)
     assert all(is_uniform(noise) for noise in draws)
@@ -245,7 +245,7 @@ def test_noise_is_uniform_and_not_repeated():
 @pytest.mark.parametrize("granularity", EVERY)
 @pytest.mark.parametrize("value", [0.0, 0.1, -3e-9, 7e30])
 @pytest.mark.parametrize("bits", [1, 4])
-def test_constant_tensors_come_back(granularity, value, bits):
+def test_quantize_keeps_constant_tensors(granularity, value, bits):
     x = torch.full((3, 4, 2), value)
     assert torch.equal(quantize(x, bits, Quantizer(granularity)), x)
     assert torch.equal(
@@ -255,7 +255,7 @@ def test_constant_tensors_come_back(granularity, value, bits):
 
 @pytest.mark.parametrize("granularity", EVERY)
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4, 4)])
-def test_empty_tensors_come_back(granularity, shape):
+def test_quantize_keeps_empty_tensors(granularity, shape):
     x = torch.empty(shape, requires_grad=True)
     y = quantize(x, 4, Quantizer(granularity))
     assert y.shape == x.shape
@@ -265,12 +265,13 @@ def test_empty_tensors_come_back(granularity, shape):
     )
 
 
-def test_ties_go_to_the_even_level():
+def test_quantize_rounds_ties_to_even():
     x = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 7.0])
     assert quantize(x, 3, "bias").tolist() == [0, 0, 2, 2, 4, 7]
 
 
-def test_23_bits_still_round_and_more_change_nothing():
+def test_quantize_rounds_up_to_23_bits():
+    """Round at 23 bits, and return the tensor itself from 24 bits on."""
     assert all(
         quantize(x := image(), bits, Quantizer(g)) is x
         for bits in (24, 32)
@@ -281,7 +282,7 @@ def test_23_bits_still_round_and_more_change_nothing():
     assert not torch.equal(y, image())
 
 
-def test_tiny_ranges_have_a_least_step():
+def test_quantize_has_smallest_step_for_tiny_ranges():
     x = torch.tensor([0.0, 0.4e-8, 0.6e-8, 2.1e-8])
     assert torch.allclose(
         quantize(x, 8, "bias"), torch.tensor([0.0, 0.0, 1e-8, 2e-8]), rtol=1e-6, atol=0
@@ -295,7 +296,7 @@ def test_tiny_ranges_have_a_least_step():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("granularity", EVERY)
-def test_what_is_not_finite_propagates(bad, granularity, device):
+def test_quantize_propagates_non_finite_values(bad, granularity, device):
     x = image().to(device)
     x[1, 2, 3, 0] = bad
     assert not quantize(x, 4, Quantizer(granularity))[1, 2, 3, 0].isfinite()
@@ -304,7 +305,7 @@ def test_what_is_not_finite_propagates(bad, granularity, device):
         assert not found[1, 2, 3, 0].isfinite()
 
 
-def test_what_is_not_finite_stays_in_its_channel():
+def test_quantize_keeps_non_finite_values_within_channel():
     x = image()
     x[0, 0, 0, 0] = math.inf
     y = quantize(x, 4, "conv_weight")
@@ -317,7 +318,7 @@ def test_what_is_not_finite_stays_in_its_channel():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("granularity", EVERY)
-def test_other_dtypes_are_computed_in_float32(dtype, granularity, device):
+def test_quantize_computes_every_dtype_in_float32(dtype, granularity, device):
     x = image(dtype).to(device)
     y = quantize(x, 8, Quantizer(granularity))
     assert y.dtype == dtype
@@ -340,7 +341,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("layout", list(FORMATS))
 @pytest.mark.parametrize("granularity", EVERY)
-def test_memory_formats_give_the_same_values(layout, granularity, device):
+def test_quantize_is_independent_of_memory_format(layout, granularity, device):
     x = FORMATS[layout](image().to(device))
     plain = x.clone(memory_format=torch.contiguous_format)
     y = quantize(x, 3, Quantizer(granularity))
@@ -354,7 +355,7 @@ def test_memory_formats_give_the_same_values(layout, granularity, device):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_stochastic_rounding_differs_from_call_to_call_and_repeats_from_a_state(layout):
+def test_stochastic_rounding_repeats_from_key(layout):
     upstream, key = FORMATS.get(layout, torch.clone)(image()), torch.tensor(4)
     first, second = (gradient_of(upstream, 2, STOCHASTIC, key) for _ in range(2))
     assert not torch.equal(first, second)
@@ -373,7 +374,7 @@ def test_layer_draws_new_noise_for_every_gradient():
 
 
 @pytest.mark.parametrize("bits", [2, 8, 16, 20])
-def test_no_noise_moves_the_ends_of_the_range(bits):
+def test_stochastic_rounding_keeps_range_ends(bits):
     x = torch.tensor([-1.0, 1.0]).repeat_interleave(2500)
     for seed in range(40):  # the largest of 100,000 numbers is 0.49999
         found = gradient_of(x, bits, STOCHASTIC, seed)
@@ -390,7 +391,7 @@ def test_no_noise_moves_the_ends_of_the_range(bits):
     "dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64]
 )
 @pytest.mark.parametrize("bits", [2, 24])
-def test_what_has_no_fractions_or_no_order_is_refused(dtype, bits):
+def test_quantize_rejects_integer_and_complex_tensors(dtype, bits):
     x = torch.ones(2, 3, 4, dtype=dtype)
     message = f"only floating tensors can be quantised, got {dtype}"
     for call in (
@@ -402,7 +403,7 @@ def test_what_has_no_fractions_or_no_order_is_refused(dtype, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 8.0, np.int64(8), np.float64(8), torch.tensor(8)])
-def test_whole_numbers_of_any_kind_are_bits(bits):
+def test_check_bits_accepts_integers_of_any_type(bits):
     found = check_bits("bits", bits)
     assert found == 8
     assert type(found) is int
@@ -435,9 +436,8 @@ NO_BIAS = {"quantizers": {k: q for k, q in QUANTIZERS.items() if k != "bias"}}
         ),
     ],
 )
-def test_unknown_names_list_the_choices_and_running_ranges_are_of_whole_tensors(
-    ask, said
-):
+def test_quantizer_rejects_unknown_names_and_running_ranges(ask, said):
+    """List the known names, and accept running ranges per tensor only."""
     refused(said, ask)
 
 
@@ -462,7 +462,7 @@ def expected_range(batches, corrected):
 
 
 @pytest.mark.parametrize("start", ["corrected", "zero"])
-def test_evaluation_uses_the_running_range_and_clips(start):
+def test_running_range_clips_at_evaluation(start):
     layer = running_layer(start)
     batches = [image(seed=s) for s in range(3)]
     for x in batches:
@@ -481,7 +481,7 @@ def test_evaluation_uses_the_running_range_and_clips(start):
     assert torch.equal(layer.running_input, before)  # evaluation does not move it
 
 
-def test_evaluation_before_any_training():
+def test_running_range_at_evaluation_before_training():
     x = image()
     layer = running_layer().eval()
     assert torch.equal(layer.quantize_operand("input", x), quantize(x, 4, "conv_input"))
@@ -494,7 +494,7 @@ def test_evaluation_before_any_training():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("good_first", [True, False])
-def test_what_is_not_finite_never_enters_the_running_range(bad, good_first):
+def test_running_range_ignores_non_finite_batches(bad, good_first):
     layer, x = running_layer(), image()
     poisoned = x.clone()
     poisoned[0, 0, 0, 0] = bad
@@ -511,7 +511,7 @@ def test_what_is_not_finite_never_enters_the_running_range(bad, good_first):
 
 
 def files_entered(call):
-    """The files of cpt_core whose functions run."""
+    """Return the files of cpt_core with functions that run."""
     root, found, before = Path(cpt_core.__file__).parent, set(), sys.getprofile()
     sys.setprofile(lambda frame, event, _: found.add(frame.f_code.co_filename))
     try:
@@ -525,8 +525,8 @@ def files_entered(call):
     }
 
 
-def test_rounding_is_walked_in_four_files():
-    """What a reader of the method holds at once: a weight on its way to its grid, in plain torch."""
+def test_rounding_runs_in_four_files():
+    """Limit the files of cpt_core that run when a weight is rounded in plain torch."""
     layer = quantize_(nn.Linear(4, 3))
     with precision(layer, 4):
         former = fake_quantize.use_operators(fake_quantize.PlainOperators)

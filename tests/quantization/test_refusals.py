@@ -1,4 +1,4 @@
-"""A model that ``quantize_`` or ``restore_`` refuses is the model that it was."""
+"""Models that ``quantize_`` or ``restore_`` rejects: they stay unchanged."""
 
 import functools
 
@@ -40,7 +40,7 @@ def net():
 
 
 def everything(model):
-    """Return all that conversion could leave behind: modules, classes, attributes, hooks, parameters."""
+    """Return all that conversion could change: modules, classes, attributes, hooks, parameters."""
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         inside = {
@@ -56,7 +56,7 @@ def everything(model):
 
 
 def holding(value):
-    """A model with an attribute that conversion would hide."""
+    """Return a model with an attribute that conversion would hide."""
     model = net()
     model["own"].precision = value
     return model
@@ -146,7 +146,7 @@ REFUSED = {  # what -> model, arguments, and what is said
 @pytest.mark.filterwarnings(
     "ignore::cpt_core.QuantizationWarning", "ignore:.*torch.jit:Warning"
 )
-def test_a_refused_model_is_what_it_was(name):
+def test_quantize_rejects_model_without_changing_it(name):
     make, args, said = REFUSED[name]
     model = make()
     before = everything(model)
@@ -158,7 +158,7 @@ def test_a_refused_model_is_what_it_was(name):
     "stage", ["precision", "hooks", "KeyboardInterrupt", "a warning made an error"]
 )
 @pytest.mark.parametrize("make", [net, bert])
-def test_what_fails_midway_leaves_the_model_as_it_was(make, stage, monkeypatch):
+def test_quantize_failing_midway_restores_the_model(make, stage, monkeypatch):
     model, calls = make(), []
     before = everything(model)
 
@@ -194,7 +194,7 @@ def test_what_fails_midway_leaves_the_model_as_it_was(make, stage, monkeypatch):
     "ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning"
 )
 @pytest.mark.parametrize("traced", [False, True], ids=["script", "trace"])
-def test_a_script_inside_stays_as_it_is(traced):
+def test_quantize_leaves_scripted_children_unchanged(traced):
     torch.manual_seed(0)
     script = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     script = (
@@ -261,7 +261,8 @@ CHANGES = {
     "order",
     ["before quantize_", "after quantize_", "after quantize_, undone before restore_"],
 )
-def test_changed_layers_run_quantised_and_are_restored(change, order):
+def test_quantize_handles_layers_changed_around_conversion(change, order):
+    """Quantise and restore layers that were parametrised or changed before or after quantize_."""
     put, undo = CHANGES[change]
     plain, model = small().eval(), small().eval()
     put(plain[5])
@@ -298,7 +299,7 @@ def test_changed_layers_run_quantised_and_are_restored(change, order):
 @pytest.mark.parametrize(
     "before", [False, True], ids=["after quantize_", "before quantize_"]
 )
-def test_norms_that_are_hooks_stay(norm, layer, before):
+def test_quantize_keeps_norms_implemented_as_hooks(norm, layer, before):
     plain, model = small().eval(), small().eval()
     norm(plain[layer])
     if before:
@@ -319,5 +320,5 @@ def test_norms_that_are_hooks_stay(norm, layer, before):
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
 
 
-def test_a_model_that_is_not_converted_cannot_be_restored():
+def test_restore_rejects_unconverted_model():
     refused("the model has no quantised layers", restore_, small())

@@ -1,4 +1,4 @@
-"""The scheduler, its checkpoints, the context manager, and a model's bits of evaluation."""
+"""PrecisionScheduler: steps, checkpoints, the precision context manager, evaluation bits."""
 
 import copy
 import warnings
@@ -27,7 +27,7 @@ def schedule_of(name="CR", total_steps=STEPS, **changes):
 
 
 def in_force(model):
-    """Return bits and gradient bits of all layers, which are those of the numbers that the products use."""
+    """Return bits and gradient bits of all layers, checked against the numbers that matmuls use."""
     layers = list(layer_precisions(model).values())
     for p in layers:
         assert p.bits is None or p.num_steps == 2**p.bits - 1
@@ -50,7 +50,7 @@ def in_force(model):
     ],
     ids=["CR", "ETV", "static", "function"],
 )
-def test_steps_follow_the_schedule(schedule, device):
+def test_scheduler_steps_follow_schedule(schedule, device):
     model = quantize_(small().to(device))
     scheduler = PrecisionScheduler(model, schedule)
     layers = layer_precisions(model).values()
@@ -72,7 +72,7 @@ def test_steps_follow_the_schedule(schedule, device):
         scheduler.step()
 
 
-def test_layers_can_have_schedules_of_their_own():
+def test_scheduler_takes_schedules_per_layer():
     model = quantize_(small())
     first, rest = schedule_of("LR", q_max=6), schedule_of("ETV")
     scheduler = PrecisionScheduler(model, {"0": first, "*": rest})
@@ -97,7 +97,7 @@ def test_layers_can_have_schedules_of_their_own():
         ({}, "schedule must name one for every layer"),
     ],
 )
-def test_patterns_must_fit_the_layers(patterns, message):
+def test_scheduler_rejects_patterns_without_match(patterns, message):
     model = quantize_(small())
     refused(
         message,
@@ -115,11 +115,11 @@ def test_patterns_must_fit_the_layers(patterns, message):
         lambda m: precision(m, 8).__enter__(),
     ],
 )
-def test_models_that_are_not_converted(use):
+def test_scheduler_and_precision_reject_unconverted_models(use):
     refused(r"no quantised layers; call quantize_\(model\) first", use, small())
 
 
-def test_training_past_the_end_warns_once_and_keeps_the_bits():
+def test_scheduler_warns_once_past_the_end():
     model = quantize_(small())
     scheduler = PrecisionScheduler(model, schedule_of())
     for _ in range(STEPS):  # as many as there are steps: all is well
@@ -167,7 +167,7 @@ def run_from(model, schedule, steps, state=None):
         ),  # which continues by its table
     ],
 )
-def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
+def test_scheduler_resumes_bit_for_bit(schedule, start, tmp_path):
     config = QuantConfig(running_start=start, seed=3)
     straight = quantize_(small(), config)
     expected, _ = run_from(straight, schedule(), range(STEPS))
@@ -196,7 +196,7 @@ def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
         assert torch.equal(straight(pictures(99)), resumed(pictures(99)))
 
 
-def test_a_long_schedule_does_not_fill_the_error():
+def test_scheduler_error_shortens_long_schedules():
     model, schedule = (
         quantize_(small()),
         FunctionSchedule(lambda u: 3 + round(1e4 * u) % 2, total_steps=10_001),
@@ -230,7 +230,9 @@ def test_a_long_schedule_does_not_fill_the_error():
         ),
     ],
 )
-def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message):
+def test_scheduler_rejects_checkpoints_of_different_runs(
+    schedule, q_grad, config, message
+):
     source = PrecisionScheduler(quantize_(small()), schedule_of("CR"))
     source.step()
     model = quantize_(small(), config)
@@ -258,7 +260,7 @@ def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message
         ),
     ],
 )
-def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
+def test_scheduler_rejects_damaged_state_unchanged(damage, message):
     model = quantize_(small())
     scheduler = PrecisionScheduler(model, schedule_of())
     scheduler.step()
@@ -270,7 +272,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
     assert in_force(model) == before
 
 
-def test_a_model_that_was_converted_in_inference_mode_trains():
+def test_scheduler_trains_model_converted_in_inference_mode():
     model = small()
     with torch.inference_mode():
         quantize_(model)
@@ -316,7 +318,7 @@ PAIRS = [(way, "bare") for way in WRAPPED] + [
         if not (m == "one layer" and "a part compiled" in p)
     ],
 )
-def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
+def test_scheduler_state_is_independent_of_wrappers(model, source, target):
     schedulers = []
     for wrapper in (source, target):
         wrapped = WRAPPED[wrapper](quantize_(MODELS[model]()))
@@ -338,7 +340,7 @@ def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_context_restores_the_precision(broken):
+def test_precision_block_restores_scheduler_bits(broken):
     model = quantize_(small())
     scheduler = PrecisionScheduler(model, schedule_of(), q_grad=7)
     expected = model(pictures())
@@ -362,7 +364,7 @@ def test_the_context_restores_the_precision(broken):
     assert scheduler.get_last_bits() == [in_force(model)[0][0]]
 
 
-def test_without_a_scheduler_the_context_leaves_no_precision():
+def test_precision_block_without_scheduler_leaves_no_bits():
     model = quantize_(small())
     with precision(model, 6):
         assert in_force(model) == [(6, 6)] * 3
@@ -382,7 +384,7 @@ def test_without_a_scheduler_the_context_leaves_no_precision():
     ("bits", "more"),
     [(33, ""), ("8", ", 'q_max' or 'float'"), ("max", ", 'q_max' or 'float'")],
 )
-def test_bits_that_are_none(bits, more):
+def test_precision_rejects_invalid_bits(bits, more):
     model = quantize_(small())
     PrecisionScheduler(model, schedule_of())
     for given in ({"bits": bits}, {"bits": 8, "q_grad": bits}):
@@ -392,7 +394,7 @@ def test_bits_that_are_none(bits, more):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_float_equals_the_unconverted_model(training, device):
+def test_precision_float_equals_unconverted_model(training, device):
     plain, model = (small().to(device).train(training) for _ in range(2))
     PrecisionScheduler(quantize_(model), schedule_of())
     x = pictures().to(device)
@@ -418,7 +420,7 @@ def num_steps(model):
     return {layer.active_levels for layer in layer_precisions(model).values()}
 
 
-def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
+def test_scheduler_eval_bits_apply_in_eval_mode():
     model = quantize_(
         nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     ).eval()
@@ -460,9 +462,8 @@ def test_evaluation_has_bits_of_its_own_where_a_scheduler_says_so():
 
 
 @pytest.mark.parametrize(("factor", "layers"), [(1.0, 0), (1e-8, 2)])
-def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(
-    factor, layers
-):
+def test_scheduler_warns_of_gradients_below_smallest_step(factor, layers):
+    """Warn once, at the first backward pass, of gradients below the smallest step."""
     model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     PrecisionScheduler(model, StaticSchedule(8, 9))
 
@@ -498,7 +499,7 @@ def test_gradients_below_the_smallest_step_are_said_at_the_first_backward_pass(
         ({"numerics": 0}, "numerics must be a whole number of at least 1, got 0"),
     ],
 )
-def test_scheduler_refuses_states_that_it_does_not_know(change, message):
+def test_scheduler_rejects_unknown_state_entries(change, message):
     scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
     state = copy.deepcopy(scheduler.state_dict())
     scheduler.step()
@@ -506,7 +507,7 @@ def test_scheduler_refuses_states_that_it_does_not_know(change, message):
     assert scheduler.last_step == 1
 
 
-def test_scheduler_warns_of_a_state_of_other_numerics():
+def test_scheduler_warns_of_state_with_different_numerics():
     scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
     state = copy.deepcopy(scheduler.state_dict())
     assert state.pop("numerics") == NUMERICS

@@ -1,4 +1,4 @@
-"""Models whose parameters are spread over processes: what works, and what says what to do first."""
+"""Models sharded over processes: supported orders of calls, and errors that name the right order."""
 
 import copy
 import weakref
@@ -22,7 +22,7 @@ from cpt_core.quantization.precision import LayerPrecision
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory):
-    """One process by itself."""
+    """Provide a device mesh of a single process."""
     place = tmp_path_factory.mktemp("group") / "store"
     distributed.init_process_group(
         "gloo", init_method=f"file://{place}", rank=0, world_size=1
@@ -64,14 +64,15 @@ ASKED = {
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("shard", [whole, layer_by_layer])
-def test_a_sharded_model_is_checked_and_counted_before(mesh, shard, asked):
+def test_sharded_model_is_rejected_by_check(mesh, shard, asked):
+    """Ask to call check and count_bitops before fully_shard."""
     ask, said = ASKED[asked]
     model = shard(cpt.quantize_(net()), mesh)
     refused(f"parameter '0.weight' is sharded already, .*; {said}", ask, model)
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer, in_parallel])
-def test_a_sharded_model_is_converted_before(mesh, shard):
+def test_sharded_model_is_rejected_by_quantize(mesh, shard):
     model = shard(net(), mesh)
     refused(
         r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)",
@@ -88,8 +89,8 @@ def test_a_sharded_model_is_converted_before(mesh, shard):
 
 
 @pytest.mark.parametrize("shard", [whole, layer_by_layer])
-def test_converted_before_it_trains_as_unsharded_and_the_ledger_counts(mesh, shard):
-    """What the refusals recommend works."""
+def test_sharded_after_conversion_trains_as_unsharded(mesh, shard):
+    """Train and count as unsharded if quantize_ is called before fully_shard."""
     plain = cpt.quantize_(net())
     sharded = shard(copy.deepcopy(plain), mesh)
     found = []
@@ -109,16 +110,16 @@ def test_converted_before_it_trains_as_unsharded_and_the_ledger_counts(mesh, sha
 
 
 class Saved:
-    """What autograd keeps for the backward pass."""
+    """Wrapper of a tensor that autograd saves for the backward pass."""
 
     def __init__(self, x):
         self.x = x
 
 
-def test_whole_weights_are_kept_from_forward_to_backward_alone_and_not_by_checkpointed_blocks(
+def test_sharded_weights_are_saved_only_without_checkpointing(
     mesh,
 ):
-    """Gathered weights are freed after their layer; quantised ones are tensors of their own."""
+    """Free quantised weights after the backward pass, or at once in checkpointed blocks."""
     gradients = {}
     for checkpointed in (False, True):
         model, kept = layer_by_layer(cpt.quantize_(net()), mesh), []

@@ -1,4 +1,4 @@
-"""What autograd does beyond a backward pass: gradients of gradients, recomputation, ``torch.func``."""
+"""Autograd beyond one backward pass: double backward, recomputation, ``torch.func``."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ MODELS = {
 
 
 def penalty_gradients(model, x, *weights):
-    """Return the gradients of a penalty on the gradients of the input, and of weights."""
+    """Return gradients, by input and weights, of a penalty on the input's gradient."""
     first = torch.autograd.grad((model(x) ** 3).sum(), [x, *weights], create_graph=True)
     penalty = sum(g.square().sum() for g in first)
     return torch.autograd.grad(penalty, [x, *model.parameters()], allow_unused=True)
@@ -73,8 +73,8 @@ def penalty_gradients(model, x, *weights):
     ("kind", "apart"),
     [*((kind, False) for kind in MODELS), ("linear", True), ("conv2d", True)],
 )
-def test_many_bits_give_the_gradients_of_float32(kind, apart, config):
-    """Also where both backward products have a gradient of their own."""
+def test_double_backward_at_many_bits_equals_float32(kind, apart, config):
+    """Cover split input and weight gradients too."""
     torch.manual_seed(0)
     make, shape = MODELS[kind]
     model, x = quantize_(make(), config), torch.randn(shape, requires_grad=True)
@@ -92,7 +92,7 @@ def test_many_bits_give_the_gradients_of_float32(kind, apart, config):
             )
 
 
-def test_few_bits_take_every_rounding_as_the_identity():
+def test_double_backward_treats_rounding_as_identity():
     torch.manual_seed(0)
     layer, x = (
         quantize_(nn.Linear(4, 6, bias=False), NEAREST),
@@ -123,7 +123,7 @@ def test_few_bits_take_every_rounding_as_the_identity():
 
 
 @pytest.mark.parametrize("call", ["quantize", "round_in_range"])
-def test_gradients_of_gradients_pass_straight_through(call):
+def test_double_backward_of_quantize_passes_straight_through(call):
     x = torch.tensor([0.2, 0.9, 0.0, 1.0], requires_grad=True)
     if call == "quantize":
         y = quantize(x, 2, Quantizer("per_tensor"))
@@ -146,7 +146,7 @@ def test_gradients_of_gradients_pass_straight_through(call):
 
 
 def language():
-    """An LSTM of two directions and attention, for what ``small`` takes."""
+    """Return a bidirectional LSTM with attention that takes the inputs of ``small``."""
 
     def forward(m, x):
         y = m.lstm(x.flatten(0, 1))[0]
@@ -184,7 +184,9 @@ WAYS = {
         (language, "nested", "integer"),
     ],
 )
-def test_recomputation_changes_nothing(make, way, execution, use_reentrant):
+def test_checkpoint_recomputation_equals_plain_training(
+    make, way, execution, use_reentrant
+):
     found = []
     for call in (lambda model, x, **_: model(x), WAYS[way]):
         torch.manual_seed(0)
@@ -245,7 +247,7 @@ LAYERS = {
     ],
     ids=["grad", "vjp", "grad of vmap", "jvp", "vmap"],
 )
-def test_transforms_are_refused_with_the_way_out(name, transform):
+def test_torch_func_transforms_are_rejected_with_remedy(name, transform):
     make, shape = LAYERS[name]
     model = quantize_(nn.ModuleDict({"layer": make()}))["layer"]
     with (
@@ -263,7 +265,7 @@ def test_transforms_are_refused_with_the_way_out(name, transform):
             transform(lambda x: model(x).sum(), torch.randn(shape))
 
 
-def test_functional_call_rounds_the_weights_of_others_as_weights():
+def test_functional_call_quantizes_replaced_weights():
     torch.manual_seed(0)
     tied = FunctionModule(
         lambda m, x: m.encoder(x) @ m.encoder.weight, encoder=nn.Linear(6, 4)

@@ -1,4 +1,4 @@
-"""Weights, inputs and tools that quantised layers cannot serve are refused in one sentence that says what to do."""
+"""Unsupported weights, inputs and tools: one-sentence errors that name the remedy."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def net():
 
 
 class OwnLazy(LazyModuleMixin, nn.Module):
-    """A lazy layer that keeps its class once it has run."""
+    """Lazy layer that keeps its class after its first run."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ LAZY = {
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "among others"])
 @pytest.mark.parametrize("name", list(LAZY))
-def test_lazy_module_is_refused_until_it_has_run(name, others):
+def test_quantize_rejects_lazy_module_before_first_run(name, others):
     make, shape = LAZY[name]
     model = nn.Sequential(
         *[nn.Linear(shape[-1], shape[-1]) for _ in range(others)], make()
@@ -74,7 +74,7 @@ def test_lazy_module_is_refused_until_it_has_run(name, others):
         assert not torch.allclose(model(x), quantized, atol=1e-3)
 
 
-def test_lazy_normalisation_needs_no_first_run():
+def test_quantize_accepts_lazy_normalisation():
     model = quantize_(nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d()))
     with precision(model, 4):
         assert model(torch.ones(2, 8)).shape == (2, 8)
@@ -84,7 +84,7 @@ def test_lazy_normalisation_needs_no_first_run():
 
 
 class Projected(nn.Module):
-    """Multiplies by a weight of its own."""
+    """Module that multiplies by its parameter."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Projected(nn.Module):
 
 
 class Scored(nn.Module):
-    """Attends without weights."""
+    """Module that attends without weights."""
 
     def forward(self, x):
         return functional.scaled_dot_product_attention(x, x, x)
@@ -104,7 +104,7 @@ class Scored(nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.parametrize("make", [net, Projected, Scored])
-def test_nested_tensors_are_refused_not_left_in_float32(make, layout):
+def test_quantized_layers_reject_nested_tensors(make, layout):
     size = (2, 3, 8) if make is Scored else (3, 8)
     x = torch.nested.nested_tensor([torch.ones(size), torch.ones(size)], layout=layout)
     model = quantize_(make())
@@ -117,7 +117,7 @@ def test_nested_tensors_are_refused_not_left_in_float32(make, layout):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_tensors_pass_layers_in_float32():
+def test_nested_tensors_pass_float32_layers():
     model = quantize_(net(), QuantConfig(float32=("0",)))
     x = torch.nested.nested_tensor(
         [torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged
@@ -130,7 +130,7 @@ def test_nested_tensors_pass_layers_in_float32():
 
 
 class Packed(torch.Tensor):
-    """A quantised weight as libraries have them: a wrapper that knows a few operators."""
+    """Quantised weight as in other libraries: a wrapper that supports few operators."""
 
     @staticmethod
     def __new__(cls, data):
@@ -163,7 +163,7 @@ class Packed(torch.Tensor):
 
 
 class Opaque(Packed):
-    """Another, which compilers cannot take apart."""
+    """Packed weight that compilers cannot take apart."""
 
     __tensor_flatten__ = None
 
@@ -172,7 +172,7 @@ def packed(kind, weight):
     return nn.Parameter(kind(weight.detach()), requires_grad=False)
 
 
-def test_weight_of_another_library_is_refused_before_conversion():
+def test_quantize_rejects_weight_of_foreign_tensor_class():
     model = net()
     model[0].weight = packed(Packed, model[0].weight)
     x = torch.ones(3, 8)
@@ -190,7 +190,7 @@ def test_weight_of_another_library_is_refused_before_conversion():
 
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("kind", [Packed, Opaque])
-def test_weight_of_another_library_is_named_after_conversion(kind, place):
+def test_quantized_layer_rejects_foreign_weight_set_later(kind, place):
     model = quantize_(net())
     model[place].weight = packed(kind, model[place].weight)
     with precision(model, 4):
@@ -202,7 +202,7 @@ def test_weight_of_another_library_is_named_after_conversion(kind, place):
         assert model(torch.ones(3, 8)).shape == (3, 8)  # the error left nothing behind
 
 
-def test_errors_of_plain_tensors_stay_what_they_are():
+def test_quantized_layer_keeps_errors_of_plain_tensors():
     model = quantize_(net())
     with precision(model, 4):
         refused(
@@ -222,7 +222,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
-def test_tensor_parallelism_is_refused_after_conversion(style, mesh):
+def test_tensor_parallelism_is_rejected_after_conversion(style, mesh):
     from torch.distributed.tensor import parallel
 
     model = quantize_(net())
@@ -281,7 +281,7 @@ def dynamic_linear():
 @pytest.mark.parametrize(
     "make", [qat_linear, qat_conv_bn, fake_quantize, dynamic_linear]
 )
-def test_module_that_quantises_by_itself_is_refused(make):
+def test_quantize_rejects_torch_ao_modules(make):
     model = nn.Sequential(nn.Linear(8, 8), make())
     refused(
         f"module '1', a {type(model[1]).__name__} of torch.ao.*, quantises by itself",
@@ -307,7 +307,7 @@ class WithBranch(nn.Module):
 @pytest.mark.parametrize(
     "make", [net, WithBranch, lambda: nn.Conv1d(3, 3, 1), lambda: nn.LSTM(8, 8)]
 )
-def test_script_of_a_converted_model_is_refused(make):
+def test_jit_script_rejects_converted_model(make):
     model = quantize_(make())
     refused(
         "torch.jit.script cannot compile a model that quantize_ converted",

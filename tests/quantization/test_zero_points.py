@@ -1,4 +1,4 @@
-"""Grids with a zero point: what is exactly 0 stays 0, outside of the paper's layers and wherever a user asks for it."""
+"""Quantisation grids with a zero point: exact zeros stay zero, by default outside the paper's layers."""
 
 import copy
 import warnings
@@ -27,7 +27,7 @@ DRAWS = {
 
 
 def drawn(name, *shape):
-    """Return numbers of a kind, a third of them 0."""
+    """Return random numbers of a kind, a third of them 0."""
     generator = torch.Generator().manual_seed(0)
     x = DRAWS[name](torch.randn(shape, generator=generator))
     return x * (torch.rand(shape, generator=generator) > 1 / 3)
@@ -36,7 +36,7 @@ def drawn(name, *shape):
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 23])
 @pytest.mark.parametrize("key", [None, 7])
-def test_zero_point_keeps_zeros_and_rounds_to_nearest(name, bits, key):
+def test_zero_point_keeps_zeros_and_rounds_nearest(name, bits, key):
     x, n = drawn(name, 50, 40), num_steps(bits)
     noise_key = None if key is None else torch.tensor(key)
     y, low, width = PlainOperators.fake_quantize(
@@ -56,8 +56,8 @@ def test_zero_point_keeps_zeros_and_rounds_to_nearest(name, bits, key):
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("bits", [1, 3, 8])
-def test_zero_point_ignores_zeros_that_join(name, bits):
-    """Padding changes no other number, also where all numbers have one sign."""
+def test_zero_point_ignores_padding_zeros(name, bits):
+    """Keep all other numbers when padding is added, also if they have one sign."""
     x = drawn(name, 6, 5) + (0 if name == "zeros" else 0.01)
     padded = F.pad(x, (2, 3))
     how, steps = Quantizer("per_row", zero_point=True), torch.tensor(num_steps(bits))
@@ -66,7 +66,7 @@ def test_zero_point_ignores_zeros_that_join(name, bits):
     assert torch.equal(plain, PlainOperators.fake_quantize(x, steps, how.grid)[0])
 
 
-def test_zero_point_gradients_are_unbiased_and_keep_zeros():
+def test_zero_point_gradients_keep_zeros_unbiased():
     x = drawn("both signs", 4000) / 4
     x[0], x[1] = -1.0, 1.0
     mean = torch.zeros_like(x)
@@ -81,7 +81,7 @@ def test_zero_point_gradients_are_unbiased_and_keep_zeros():
 
 
 class Products(nn.Module):
-    """A module outside of the paper's layers."""
+    """Module outside the paper's layers."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class Products(nn.Module):
         return F.linear(self.layer(x), self.weight) @ x.mT
 
 
-def test_grids_outside_paper_layers_have_zero_point():
+def test_zero_point_is_default_outside_paper_layers():
     model = cpt.quantize_(Products())
     with cpt.precision(model, 8):
         model(torch.randn(3, 4))
@@ -112,7 +112,7 @@ def test_grids_outside_paper_layers_have_zero_point():
 @pytest.mark.parametrize(
     "layer", [nn.Linear(4, 4), nn.Conv2d(4, 4, 3), nn.LSTM(4, 4), nn.GRU(4, 4)]
 )
-def test_paper_layers_keep_the_authors_grid(layer):
+def test_zero_point_is_absent_in_paper_layers(layer):
     (precision,) = layer_precisions(cpt.quantize_(nn.Sequential(layer))).values()
     is_paper_layer = not isinstance(layer, nn.GRU)
     own = (
@@ -145,7 +145,7 @@ class MaskedTransposedConv(nn.ConvTranspose1d):
 
 
 class MaskedFunctions(nn.Module):
-    """Masked weights in a module that is no layer of torch."""
+    """Module with masked weights that is no layer of torch."""
 
     def __init__(self, function):
         super().__init__()
@@ -234,7 +234,7 @@ def test_computed_weight_keeps_its_zeros(make, layer):
     [nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.LSTM(8, 8)],
     ids=["linear", "convolution", "lstm"],
 )
-def test_pruned_parameter_is_warned_of_once_with_a_remedy(layer):
+def test_pruned_weight_warns_once_and_names_remedy(layer):
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -267,7 +267,7 @@ def test_pruned_parameter_is_warned_of_once_with_a_remedy(layer):
         )
 
 
-def test_pruning_during_training_is_warned_of_at_evaluation():
+def test_pruned_weight_warns_at_later_evaluation():
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(nn.Linear(8, 8)))
     with cpt.precision(model, 4), warnings.catch_warnings():
@@ -283,7 +283,8 @@ def test_pruning_during_training_is_warned_of_at_evaluation():
 @pytest.mark.parametrize(
     "weight", [torch.zeros(4, 4), torch.eye(4), torch.randn(4, 4) + 9]
 )
-def test_zeros_that_stay_are_not_warned_of(weight):
+def test_zero_weights_at_conversion_do_not_warn(weight):
+    """Give no warning for weights that are all zero, the identity, or far from zero."""
     model = nn.Sequential(nn.Linear(4, 4))
     with torch.no_grad():
         model[0].weight.copy_(weight)
@@ -324,7 +325,7 @@ ONE_ELEMENT = {
 
 
 @pytest.mark.parametrize("name", ONE_ELEMENT)
-def test_ranges_of_one_number_run_in_float32_and_are_named(name):
+def test_single_number_ranges_run_in_float32(name):
     x, model = torch.randn(8, 3), cpt.quantize_(nn.Sequential(ONE_ELEMENT[name]))
     with cpt.precision(model, "float"), torch.no_grad():
         expected = model(x)
@@ -346,7 +347,7 @@ def test_linear_layer_of_one_feature_is_quantized():
     assert cpt.check(model, (x,)).quantized_share == 1
 
 
-def test_bert_preset_has_the_authors_attention():
+def test_bert_preset_uses_paper_attention():
     assert QUANT_PRESETS["bert"].attention == "paper"
     with pytest.raises(ValueError, match="attention"):
         cpt.QuantConfig(attention="per_word")
@@ -358,8 +359,8 @@ class Copy(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(64, 32), nn.Conv2d(64, 32, 3)])
-def test_computed_weight_has_the_blocks_of_a_parameter(layer):
-    """Blocks of a number format lie along the sum, whoever computes the weight."""
+def test_computed_weight_has_blocks_of_a_parameter(layer):
+    """Lay the blocks of a format along the sum for parameters and computed weights."""
     config = cpt.QuantConfig(ladder={8: "mxfp8_e4m3"})
     x = torch.randn(2, 64) if isinstance(layer, nn.Linear) else torch.randn(2, 64, 3, 3)
     plain, computed = copy.deepcopy(layer), copy.deepcopy(layer)

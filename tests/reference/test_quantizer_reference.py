@@ -1,3 +1,5 @@
+"""Reference vectors of the authors' code: quantisers, gradients, running ranges, layers."""
+
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -36,7 +38,7 @@ VALUE_ATOL, FORWARD_ATOL, BACKWARD_ATOL = 1e-6, 2e-6, 1e-5
 
 @pytest.fixture(params=["reference", "cpp"], autouse=True)
 def each_backend(request):
-    """All of the vectors under every backend that a CPU has."""
+    """Run all vectors with every CPU backend."""
     if request.param == "cpp":
         request.getfixturevalue("cpp_kernels")
     with backend.reference() if request.param == "reference" else nullcontext():
@@ -49,7 +51,7 @@ def reference(reference_dir):
 
 
 def cases(reference, part, *layers):
-    """The vectors of a part of the file, all or those of some layers; one without any would check nothing."""
+    """Return the vectors of a part of the file, optionally of some layers; fail without any."""
     found = [
         case
         for case in reference.get(part, ())
@@ -72,7 +74,7 @@ def differs(found, expected, atol):
     return not np.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
 
 
-def test_every_quantised_tensor(reference):
+def test_quantize_matches_reference_vectors(reference):
     wrong = []
     for case in cases(reference, "quantize"):
         quantizer = Quantizer(GRANULARITY_OF[case["kind"]])
@@ -91,7 +93,7 @@ def test_every_quantised_tensor(reference):
     assert wrong == []
 
 
-def test_every_quantised_gradient(reference):
+def test_quantize_gradient_matches_reference_vectors(reference):
     wrong = []
     for case in cases(reference, "quantize_grad"):
         x = torch.zeros(case["shape"], requires_grad=True)
@@ -103,7 +105,7 @@ def test_every_quantised_gradient(reference):
     assert wrong == []
 
 
-def test_every_running_range(reference):
+def test_running_range_matches_reference_vectors(reference):
     wrong = []
     for case in cases(reference, "running"):
         roles = {"input": Quantizer("per_tensor", running=True)}
@@ -239,7 +241,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_forward_and_backward_of_every_layer(reference, kind):
+def test_layers_match_reference_vectors(reference, kind):
     make, *names = LAYERS[kind]
     wrong = []
     for case in cases(reference, "layers", *names):

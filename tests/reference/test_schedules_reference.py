@@ -1,3 +1,5 @@
+"""Reference tables of the authors' code: bits, real values and BitOps of schedules."""
+
 import csv
 import itertools
 
@@ -32,7 +34,7 @@ def by_run(rows):
 
 
 def rules_of(row):
-    """The rules by which the cycles of a run have the length that its rows name."""
+    """Return the cycle rules that give the cycle length of a run's rows."""
     total, n, length = (int(row[k]) for k in ("total_steps", "n_cycles", "cycle_len"))
     lengths = {
         "exact": total / n,
@@ -42,7 +44,7 @@ def rules_of(row):
     return [rule for rule, found in lengths.items() if found == length]
 
 
-def test_bits_and_values_of_every_step(reference_dir):
+def test_schedule_bits_and_values_match_reference(reference_dir):
     wrong = []
     for run, group in by_run(rows_of(reference_dir / "schedules.csv")):
         rows = list(group)
@@ -70,7 +72,7 @@ def test_bits_and_values_of_every_step(reference_dir):
     assert wrong == []
 
 
-def test_cost_of_every_experiment(reference_dir):
+def test_schedule_cost_matches_reference(reference_dir):
     wrong = []
     for row in rows_of(reference_dir / "bitops.csv"):
         assert int(row["cycle_len"]) == int(row["total_steps"]) // int(row["n_cycles"])

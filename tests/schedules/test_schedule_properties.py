@@ -1,4 +1,4 @@
-"""Every schedule against formulas written down a second time, for random lengths, ranges and cycles."""
+"""Schedules against independently written formulas, for random lengths, ranges and cycles."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def cycles_and_positions(args):
 
 
 @given(EVERY)
-def test_length_bounds_and_json(case):
+def test_schedule_length_bounds_and_json(case):
     name, args = case
     schedule = quietly(make_schedule, name, **args)
     bits, values = schedule.bits(), schedule.values()
@@ -82,7 +82,7 @@ def test_length_bounds_and_json(case):
 
 
 @given(PAPER)
-def test_values_follow_the_formula(case):
+def test_schedule_values_follow_formula(case):
     name, args = case
     schedule = quietly(make_schedule, name, **args)
     curve, triangular, mirror = CURVES[name[0]], name[1] == "T", name[2:]
@@ -99,7 +99,7 @@ def test_values_follow_the_formula(case):
 
 
 @given(EVERY, st.one_of(st.none(), st.integers(1, 32)))
-def test_costs_shares_and_noise(case, q_grad):
+def test_schedule_cost_shares_and_noise_exposure(case, q_grad):
     name, args = case
     schedule = quietly(make_schedule, name, **args)
     q_min, q_max, bits = args["q_min"], args["q_max"], schedule.bits().tolist()
@@ -123,7 +123,7 @@ def test_costs_shares_and_noise(case, q_grad):
 
 @pytest.mark.parametrize("power", [0.25, 1, 3.7])
 @pytest.mark.parametrize("base", ["linear", "cosine", "exponential", "rex"])
-def test_a_warped_profile_is_read_at_a_power(base, power):
+def test_warped_profile_equals_curve_at_power(base, power):
     x, profile, curve = (
         np.linspace(0, 1, 101),
         Warped(base, power),
@@ -148,7 +148,7 @@ def test_a_warped_profile_is_read_at_a_power(base, power):
 
 
 @given(st.data(), st.integers(1, 60))
-def test_deficits_are_what_a_loop_gives(data, total):
+def test_deficit_schedule_equals_loop(data, total):
     pairs = (
         st.lists(st.integers(0, total), min_size=2, max_size=2, unique=True)
         .map(sorted)
@@ -174,7 +174,7 @@ FAMILIES = ["linear", "cosine", "exponential", "rex"]
 
 @st.composite
 def problems(draw):
-    """Settings, and a budget that 0.1 % is fine enough for."""
+    """Draw settings, and a budget that 0.1 % tolerance can resolve."""
     triangular = draw(st.booleans())
     n_cycles = 2 * draw(st.integers(1, 8)) if triangular else draw(st.integers(1, 16))
     q_max = draw(st.integers(3, 12))
@@ -204,7 +204,8 @@ def problems(draw):
 
 @settings(max_examples=30)
 @given(problems(), st.floats(0.003, 0.5))
-def test_every_budget_is_met_and_a_larger_one_costs_more_and_bends_less(case, more):
+def test_solve_schedule_meets_budgets_monotonically(case, more):
+    """Give a less curved and more costly schedule for a larger budget."""
     args, budget = case
     budgets = budget, min(1.0, budget * (1 + more))
     found = [quietly(solve_schedule, b, **args) for b in budgets]
@@ -234,7 +235,7 @@ def profile_of(schedule):
 
 @settings(max_examples=30)
 @given(settings_of(SUITE, rules=["exact"], max_width=5), st.floats(0, 0.5))
-def test_a_delay_is_q_max_and_then_the_schedule_of_the_rest(case, delay):
+def test_delayed_schedule_holds_q_max_then_continues(case, delay):
     name, args = case
     hold = round(delay * args["total_steps"])
     assume(args["total_steps"] - hold >= args["n_cycles"])
@@ -271,7 +272,7 @@ NAMED = {
 @example(4, 8, 4, 56_306)  # in 450,448 and more,
 @example(3, 8, 1, 26_560)  # and 2 in some 53,120
 @pytest.mark.parametrize("name", NAMED)
-def test_the_cost_of_a_known_schedule_gives_it_again(name, width, q_max, half, length):
+def test_solve_schedule_recovers_known_schedule(name, width, q_max, half, length):
     n_cycles = 2 * half
     total = n_cycles * length + length // 7
     known = make_schedule(

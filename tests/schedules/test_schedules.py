@@ -1,4 +1,4 @@
-"""Schedules by hand: what is refused, where they end, copies, deficits, delays, groups of layers, prices."""
+"""Hand-checked schedules: rejected settings, end values, copies, deficits, delays, layer groups, costs."""
 
 import copy
 import json
@@ -164,7 +164,7 @@ ONE_OF_TWO = "schedule must be CyclicSchedule or AdjustedSchedule"
         (grouped((("fc",), 4, 1)), "not layered itself, got 4"),
     ],
 )
-def test_what_makes_no_schedule(call, message):
+def test_schedules_reject_invalid_settings(call, message):
     refused(message, call)
 
 
@@ -181,7 +181,7 @@ SHORTEST = {
 
 
 @pytest.mark.parametrize("name", SHORTEST)
-def test_short_cycles_warn(name):
+def test_make_schedule_warns_of_short_cycles(name):
     def last(width, length, n_cycles=4):
         steps = length * n_cycles
         return make(name, q_min=8 - width, total_steps=steps, n_cycles=n_cycles)(
@@ -222,9 +222,10 @@ END_CASES = [
 @pytest.mark.parametrize(
     ("run", "q_min", "steps", "n_cycles", "cycle_rule", "not_eight"), END_CASES
 )
-def test_bits_at_the_end_of_the_paper_s_runs(
+def test_schedule_ends_of_paper_runs(
     run, q_min, steps, n_cycles, cycle_rule, not_eight
 ):
+    """End at 8 bits, except in the listed runs of the paper."""
     args = {
         "q_min": q_min,
         "total_steps": steps,
@@ -238,7 +239,7 @@ def test_bits_at_the_end_of_the_paper_s_runs(
 # --- the suite ------------------------------------------------------------------------------------
 
 
-def test_the_ten_and_their_groups():
+def test_schedule_suite_has_ten_in_savings_groups():
     groups = {name: make(name).savings for name in SUITE}
     assert sorted(groups) == sorted(TEN)
     assert {n for n, g in groups.items() if g == "large"} == {"RR", "RTH"}
@@ -246,7 +247,7 @@ def test_the_ten_and_their_groups():
     assert sum(g == "medium" for g in groups.values()) == 6
 
 
-def test_another_constant_of_a_profile():
+def test_schedule_with_custom_profile_has_no_name():
     schedule = make("RR", total_steps=64_000, profile=Rex(d=0.5))
     assert schedule.relative_cost() == pytest.approx(0.547, abs=5e-4)
     assert (schedule.name, schedule.savings) == ("", None)
@@ -254,7 +255,7 @@ def test_another_constant_of_a_profile():
     assert CyclicSchedule(Linear(), 3, 8, 1600, name="mine").savings is None
 
 
-def test_static():
+def test_static_schedule_ignores_cycle_settings():
     schedule = make_schedule("STATIC", q_max=6, total_steps=10)
     assert (
         schedule
@@ -292,7 +293,7 @@ def test_static():
         RoleSchedules(weight=make(), activation=8, gradient="float32"),
     ],
 )
-def test_copies_are_equal_and_frozen_and_write_the_same(schedule):
+def test_schedule_copies_are_equal_and_frozen(schedule):
     bits = schedule.bits()
     for twin in (
         written_and_read(schedule),
@@ -309,7 +310,7 @@ def test_copies_are_equal_and_frozen_and_write_the_same(schedule):
             twin.bits()[0] = 9
 
 
-def test_numpy_integers_make_the_same_schedule():
+def test_schedule_accepts_numpy_numbers():
     schedule = make(
         q_min=np.int64(3),
         q_max=np.int32(8),
@@ -338,7 +339,7 @@ def test_numpy_integers_make_the_same_schedule():
     )
 
 
-def test_profiles_outside_the_registry_are_refused_when_written():
+def test_schedule_rejects_writing_unregistered_profile():
     class Square(Profile):
         def growth(self, x):
             return x**2
@@ -351,7 +352,7 @@ def test_profiles_outside_the_registry_are_refused_when_written():
 # --- functions, delays, changed steps, groups of layers -------------------------------------------
 
 
-def test_function_is_read_from_zero_to_one():
+def test_function_schedule_reads_progress_zero_to_one():
     seen = []
     schedule = FunctionSchedule(lambda u: seen.append(u) or 3 + 5 * u, total_steps=6)
     assert seen == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
@@ -369,7 +370,7 @@ def moq(step):
 
 
 class Halving:
-    """A callable object, with an older name for what it is given."""
+    """Callable object with an outdated name for its argument."""
 
     def __call__(self, iteration):
         return moq(iteration)
@@ -385,7 +386,7 @@ STEP_FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", list(STEP_FUNCTIONS))
-def test_function_of_steps_is_refused_without_argument(name):
+def test_function_schedule_rejects_step_names_without_argument(name):
     refused(
         f"function takes '{name}', .* argument=\"step\"",
         FunctionSchedule,
@@ -394,7 +395,7 @@ def test_function_of_steps_is_refused_without_argument(name):
     )
 
 
-def test_function_of_steps_gets_steps():
+def test_function_schedule_passes_steps():
     schedule = FunctionSchedule(moq, total_steps=6000, argument="step")
     assert [schedule(t) for t in range(0, 6000, 7)] == [
         moq(t) for t in range(0, 6000, 7)
@@ -409,7 +410,7 @@ def test_function_of_steps_gets_steps():
     )
 
 
-def test_function_of_progress_may_be_named_like_a_step():
+def test_function_schedule_progress_accepts_any_name():
     schedule = FunctionSchedule(
         lambda epoch_share: 3 + 5 * epoch_share, 6, argument="progress"
     )
@@ -420,7 +421,7 @@ def test_function_of_progress_may_be_named_like_a_step():
     "function",
     [lambda t: moq(t), lambda u: 5, lambda x: 4.2 + 0.2 * x, lambda *n: moq(*n)],
 )
-def test_constant_function_is_warned_of(function):
+def test_function_schedule_warns_if_constant(function):
     with pytest.warns(
         UserWarning,
         match=r'every step.*argument="step".*StaticSchedule\(\d+, total_steps=60\)',
@@ -434,7 +435,7 @@ def test_constant_function_is_warned_of(function):
 
 @dataclass(frozen=True)
 class StepCurve(Profile):
-    """Mistakes a place in a cycle for a step."""
+    """Profile that mistakes a position in a cycle for a step."""
 
     curve: object
 
@@ -453,7 +454,7 @@ class StepCurve(Profile):
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value|divide by zero")
-def test_profile_that_is_no_growth_is_refused(curve, values):
+def test_cyclic_schedule_rejects_profile_without_growth(curve, values):
     refused(
         rf"growth\(x\) of StepCurve must rise within 0..1.*from {values}",
         CyclicSchedule,
@@ -465,7 +466,7 @@ def test_profile_that_is_no_growth_is_refused(curve, values):
 
 
 @pytest.mark.parametrize("name", ["CR", "LR", "LT"])
-def test_make_schedule_takes_positions(name):
+def test_make_schedule_accepts_positional_arguments(name):
     expected = make_schedule(name, q_min=3, q_max=8, total_steps=100, n_cycles=4)
     assert (
         make_schedule(name, 3, 8, 100, 4)
@@ -489,11 +490,11 @@ def test_make_schedule_takes_positions(name):
         (("CR", 3, 8, 4, 100), "n_cycles must lie in 1..total_steps = 1..4, got 100"),
     ],
 )
-def test_make_schedule_names_wrong_positions(values, message):
+def test_make_schedule_names_wrong_positional_arguments(values, message):
     refused(message, make_schedule, *values, error=(ValueError, TypeError))
 
 
-def test_function_comes_back_as_a_table_of_the_same_bits():
+def test_function_schedule_is_stored_as_table():
     schedule = FunctionSchedule(lambda u: np.sin(9 * u) * 2 + 5, total_steps=100)
     table = written_and_read(schedule)
     assert isinstance(table, TableSchedule)
@@ -503,7 +504,7 @@ def test_function_comes_back_as_a_table_of_the_same_bits():
 
 
 @pytest.mark.parametrize("bad", [NAN, 0.4, 33])
-def test_curves_may_round_to_the_limits_of_bits_and_no_further(bad):
+def test_function_schedule_bits_round_within_limits(bad):
     assert FunctionSchedule(
         lambda u: 0.6 if u < 0.5 else 32.4, total_steps=4
     ).bits().tolist() == [1, 1, 32, 32]
@@ -525,11 +526,11 @@ def test_curves_may_round_to_the_limits_of_bits_and_no_further(bad):
         (0.999, 1000, 999),
     ],
 )
-def test_steps_of_a_delay_are_rounded(delay, total, steps):
+def test_delay_steps_are_rounded(delay, total, steps):
     assert delay_steps(delay, total) == steps
 
 
-def test_only_the_changed_steps_change():
+def test_adjusted_schedule_changes_listed_steps_only():
     schedule = AdjustedSchedule(
         make("LR"), ((0, 5), (1599, 3), (np.int64(7), np.int8(8)))
     )
@@ -545,7 +546,7 @@ def test_only_the_changed_steps_change():
     )
 
 
-def test_bits_of_groups_are_the_highest_and_at_those_of_each():
+def test_layered_schedule_bits_per_group_and_highest():
     s = LayeredSchedule(GROUPS)
     assert s.bits().tolist() == [4] * 5 + [8] * 5
     assert s.at(7) == {"conv*": 4, "fc": 8, "head.*": 8}
@@ -556,7 +557,7 @@ def test_bits_of_groups_are_the_highest_and_at_those_of_each():
 # --- cost -----------------------------------------------------------------------------------------
 
 
-def test_price_of_a_step():
+def test_step_cost_of_hand_computed_cases():
     assert cost.step_cost(8, 8) == 192
     assert cost.step_cost([3, 8.0], 6).tolist() == [9 + 36, 64 + 96]
     assert total_bitops(10, [32, 32], 32) == 10 * 2 * 3
@@ -572,12 +573,12 @@ def test_price_of_a_step():
 
 
 @pytest.mark.parametrize("bits", ["3", [3, 4.5], True])
-def test_prices_of_broken_bits(bits):
+def test_step_cost_rejects_invalid_bits(bits):
     refused("bits must be whole numbers", cost.step_cost, bits, 8)
     refused("q_grad must be whole numbers", cost.step_cost, 8, bits)
 
 
-def test_costs_of_groups_are_weighted_by_work():
+def test_layered_schedule_cost_is_weighted_by_macs():
     s, spent = LayeredSchedule(GROUPS), 30 * 80 + 10 * (80 + 192) / 2
     assert s.relative_cost(8) == pytest.approx(spent / (40 * 192))
     assert s.relative_cost(8, q_max=4) == pytest.approx(

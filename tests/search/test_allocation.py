@@ -1,4 +1,4 @@
-"""Allocation of bits: the budget is met, static precision comes out where it must, no exchange helps."""
+"""Bit allocation: budgets are met, equal sensitivities give static precision, no exchange of bits improves it."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def measured(
     macs=MACS,
     **changes,
 ):
-    """A sensitivity whose responses are known; the noise is the same number with either sign in every other seed."""
+    """Return a sensitivity with known responses and noise of alternating sign per seed."""
     n = len(time)
     spans = tuple((steps * i // n, steps * (i + 1) // n) for i in range(n))
     signs = [(-1) ** s * noise for s in range(seeds)]
@@ -71,7 +71,8 @@ problems = st.integers(1, 12).flatmap(
 
 @given(problems)
 @settings(max_examples=60)
-def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
+def test_spread_bits_meets_budget_without_better_exchange(problem):
+    """Find no exchange of one bit that lowers the noise within the budget."""
     weights, macs, steps, share = problem
     bits = np.arange(2, 9)
     prices, noises = (bits**2 + 2 * bits * 8) / (8**2 + 2 * 8 * 8), 4.0**-bits
@@ -112,7 +113,7 @@ def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
     st.integers(1, 8),
 )
 @settings(max_examples=40)
-def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, q_grad):
+def test_allocate_equal_responses_gives_static_precision(bits, steps, over, q_grad):
     level = cost.relative_cost([bits], 8, q_grad)
     found = allocate(measured(steps=steps), level, 2, 8, over, q_grad=q_grad)
     assert (found.bits() == bits).all()
@@ -122,7 +123,7 @@ def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, 
 
 @given(st.lists(st.floats(0.05, 20), min_size=3, max_size=3), st.floats(0.2, 1.0))
 @settings(max_examples=30)
-def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
+def test_allocate_over_roles_beats_fixed_role_bits(lost, budget):
     s = measured(in_roles=(tuple(lost),))
     found = allocate(s, budget, 2, 8, "roles")
     assert (
@@ -137,7 +138,7 @@ def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
     assert s.predicted_quality_loss(found) <= loss[affordable].min() * (1 + 1e-9)
 
 
-def test_roles_that_matter_more_have_more_bits():
+def test_allocate_gives_sensitive_roles_more_bits():
     s = measured(in_roles=((4.0, 1.0, 16.0),))
     fixed = allocate(s, 0.3, 2, 8, "roles")
     assert isinstance(fixed, RoleSchedules)
@@ -157,7 +158,8 @@ def test_roles_that_matter_more_have_more_bits():
     assert all(bits[280:].mean() > bits[:280].mean() for bits in later.levels())
 
 
-def test_bits_go_where_they_matter():
+def test_allocate_gives_sensitive_steps_more_bits():
+    """Give more bits to sensitive steps, to sensitive layers, and to both at once."""
     s = measured(
         time=[1] * 7 + [16.0],
         layers=[m * r for m, r in zip(MACS, (1, 1, 16), strict=True)],
@@ -174,7 +176,7 @@ def test_bits_go_where_they_matter():
     assert (both.min(), both.max()) == (3, 7)
 
 
-def test_two_precisions_are_interleaved_evenly():
+def test_static_of_cost_interleaves_two_precisions_evenly():
     bits = static_of_cost(
         92.5 / 192, 8, 200
     ).bits()  # half way between 4 (80) and 5 (105)
@@ -191,8 +193,8 @@ def test_two_precisions_are_interleaved_evenly():
     }
 
 
-def test_noise_in_the_measurement_is_not_followed():
-    """What the spread of the responses owes to noise alone leaves static precision."""
+def test_sensitivity_weights_shrink_noise_toward_the_mean():
+    """Allocate static precision if noise alone explains the spread of responses."""
     time = np.array([1.0, 4.0, 0.5, 2.0, 1.0, 0.5, 2.0, 1.0])
     exact, noisy = measured(time=time, seeds=2), measured(time=time, seeds=2, noise=2.0)
     assert np.ptp(exact.weights("time")) == pytest.approx(
@@ -207,7 +209,7 @@ def test_noise_in_the_measurement_is_not_followed():
     assert not (allocate(exact, 80 / 192, 2, 8, "time").bits() == 4).all()
 
 
-def test_negative_and_diverged_responses_are_bounded_and_shown():
+def test_sensitivity_weights_bound_negative_and_diverged_responses():
     s = measured(time=[-3.0] + [1.0] * 7, layers=(NAN, 50, 9))
     time, layers = s.weights("time"), s.weights("layers")
     assert time[0] == pytest.approx(FLOOR * s.uniform_response("time")[0])
@@ -232,12 +234,12 @@ def test_negative_and_diverged_responses_are_bounded_and_shown():
         ((-1, -90, -9), "No layer stands out"),  # nothing is lost in all together
     ],
 )
-def test_the_title_of_the_figure_is_what_was_found(layers, finding):
+def test_sensitivity_figure_title_states_finding(layers, finding):
     figure = measured(layers=layers, seeds=2, noise=0.1).figure()
     assert figure.get_suptitle().startswith(f"{finding}\n")
 
 
-def test_it_comes_back_from_json():
+def test_sensitivity_json_round_trip():
     s = measured(
         time=[1.0] * 7 + [NAN],
         estimated=((1.0, 2.0, 3.0),) * WINDOWS,
@@ -254,7 +256,7 @@ def test_it_comes_back_from_json():
     assert Sensitivity.from_dict(older).in_roles == ()
 
 
-def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
+def test_sensitivity_promised_loss_sums_steps_and_layers():
     s = measured(time=(1, 2, 5), layers=(100, 20), macs=(100, 10), steps=12)
     bits = np.array(
         [[3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 7], [8, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]]
@@ -295,7 +297,7 @@ def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
     )
 
 
-def test_agreement_with_the_estimate():
+def test_sensitivity_agreement_with_estimate():
     rising, falling = (tuple((x * m,) * 1 for x in range(1, 9)) for m in (1, -1))
     one = dict(layers=(5.0,), macs=(10,), time=range(1, 9))
     assert measured(**one, estimated=rising).agreement("time") == pytest.approx(1)
@@ -351,12 +353,13 @@ DIVERGED = "diverged with one bit less than 4 in every place.*measure at a highe
         (dict(over="layers"), dict(layers=[NAN] * 3), DIVERGED),
     ],
 )
-def test_bad_values_are_refused(change, responses, said):
+def test_allocate_rejects_invalid_arguments(change, responses, said):
     given = {**dict(budget=0.5, q_min=2, q_max=8, over="time"), **change}
     refused(said, allocate, measured(**responses), **given)
 
 
-def test_what_is_no_sensitivity_no_place_and_no_length_are_refused():
+def test_sensitivity_rejects_invalid_places():
+    """Reject non-sensitivities in allocate and lengths below 1 in static_of_cost."""
     refused(
         r"cpt.search.sensitivity returned, or Sensitivity.from_dict\(...\)",
         allocate,
@@ -390,7 +393,7 @@ def test_what_is_no_sensitivity_no_place_and_no_length_are_refused():
         ({"ladder": LADDERS["mx"], "cost": "ace"}, 1, 4, None),
     ],
 )
-def test_a_budget_in_any_cost_is_met_in_it(over, spent, q_min, q_max, steps):
+def test_allocate_meets_budget_in_any_cost(over, spent, q_min, q_max, steps):
     lowest = cost.relative_cost([q_min], q_max, **spent)
     budget = lowest + 0.4 * (1 - lowest)
     s = measured(time=range(1, WINDOWS + 1), in_roles=((1.0, 2.0, 3.0),))

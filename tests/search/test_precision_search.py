@@ -1,4 +1,4 @@
-"""Trying precisions: the answer follows from what trainings reach, leaves the model alone, and goes on where it was."""
+"""Precision search: answers follow from the trainings, the model stays unchanged, interrupted searches resume."""
 
 import json
 import math
@@ -28,7 +28,7 @@ SOME = ("3 bits", "4 bits, gradients 5")
 
 
 class Trainings:
-    """Made-up trainings: 2 and 3 bits lose, gradients need 5 bits, CR loses and RR does not."""
+    """Simulated trainings: 2 and 3 bits lose, gradients need 5 bits, CR loses and RR does not."""
 
     def __init__(
         self, noise=0.1, reached=90.0, rr=0.0, lost=LOST, diverged=(), seconds=1.5
@@ -72,7 +72,7 @@ def answer(run, **options):
     )
 
 
-def test_the_answer_is_that_of_the_trainings():
+def test_precision_search_finds_known_answer():
     run = Trainings()
     found = answer(run)
     assert (found.bits, found.q_grad, found.matched_bits, found.out_of_time) == (
@@ -203,7 +203,7 @@ def test_the_answer_is_that_of_the_trainings():
         ),
     ],
 )
-def test_other_trainings_have_other_answers(
+def test_precision_search_answer_follows_trainings(
     of, margin, bits, q_grad, part, said, finding
 ):
     found = answer(Trainings(**of), margin=margin)
@@ -212,14 +212,14 @@ def test_other_trainings_have_other_answers(
     assert finding in found.headline
 
 
-def test_what_diverged_is_not_drawn():
+def test_precision_search_figure_omits_diverged_arms():
     (ax,) = answer(Trainings(diverged=SOME)).figure().axes
     drawn = {text.get_text() for text in ax.texts}
     assert {"4 bits", "2 bits", "6", "4"} < drawn
     assert not {"3 bits", "5"} & drawn
 
 
-def test_where_static_precision_alone_diverges_schedules_and_gradients_are_not_worse():
+def test_precision_search_compares_schedules_with_diverged_static():
     lost = dict.fromkeys((5, 4, 3, 2), 9.0)
     found = answer(Trainings(lost=lost, diverged=("6 bits",)), seeds=3)
     words = {
@@ -237,7 +237,7 @@ def test_where_static_precision_alone_diverges_schedules_and_gradients_are_not_w
     assert found.figure()
 
 
-def test_float32_that_diverges_is_an_error():
+def test_precision_search_rejects_diverging_float32():
     refused(
         "in float32 training diverges, or its evaluation gives no",
         answer,
@@ -245,7 +245,8 @@ def test_float32_that_diverges_is_an_error():
     )
 
 
-def test_so_few_steps_that_no_schedule_costs_that_are_said():
+def test_precision_search_reports_schedules_without_cost_match():
+    """Name the schedules that have too few steps to reach exactly the cost of static bits."""
     told = run_precision_search(
         Trainings(), "net", 8, cycles=1, margin=1.0
     ).sentences()["Schedule"]
@@ -262,7 +263,7 @@ def test_so_few_steps_that_no_schedule_costs_that_are_said():
     )
 
 
-def test_what_is_not_clear_is_repeated_and_no_more_than_that():
+def test_precision_search_repeats_only_inconclusive_arms():
     run = Trainings(noise=1.0)
     found = answer(run, seeds=12)
     repeated = {name for name, seed in run.done if seed >= MIN_SEEDS}
@@ -295,7 +296,7 @@ def test_what_is_not_clear_is_repeated_and_no_more_than_that():
     assert len(found.results[FLOAT32_ARM]) >= MIN_SEEDS
 
 
-def test_trainings_that_all_reach_the_same_tell_nothing():
+def test_precision_search_is_inconclusive_for_equal_results():
     class Same(Trainings):
         def value(self, arm, seed):
             return 100.0
@@ -307,7 +308,7 @@ def test_trainings_that_all_reach_the_same_tell_nothing():
     }
 
 
-def test_a_task_that_float32_does_not_learn_tells_nothing_of_bits():
+def test_precision_search_is_inconclusive_for_untrained_float32():
     found = replace(answer(Trainings(reached=49.0, noise=0.0)), chance_level=50.0)
     assert found.sentences() == {
         "Bits": "Nothing can be said: in float32 it reaches 49 %, no more than guessing (50)."
@@ -317,7 +318,7 @@ def test_a_task_that_float32_does_not_learn_tells_nothing_of_bits():
     assert len(replace(found, chance_level=48.9).sentences()) > 3
 
 
-def test_time_is_kept(monkeypatch):
+def test_precision_search_respects_time_limit(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(
         "cpt_extras.search.search_loop.time.monotonic", lambda: clock[0]
@@ -342,7 +343,7 @@ def test_time_is_kept(monkeypatch):
     assert nothing.code() == ""
 
 
-def test_ctrl_c_ends_early_with_the_answer_so_far():
+def test_precision_search_returns_partial_result_on_interrupt():
     def stopped(after):
         run = Trainings()
 
@@ -370,7 +371,7 @@ def test_ctrl_c_ends_early_with_the_answer_so_far():
         answer(stopped(0))
 
 
-def test_words_of_a_difference():
+def test_difference_wording():
     arm = Arm(
         "4 bits",
         "static",
@@ -400,7 +401,7 @@ def test_words_of_a_difference():
 
 # --- a model of one's own -------------------------------------------------------------------------
 def problem():
-    """That of all trials, with the share of inputs that the model tells apart."""
+    """Return the problem of all trials, with the share of inputs that the model separates."""
     model, train_step, optimizer, seen = trained()
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(2))
 
@@ -410,7 +411,7 @@ def problem():
     return model, train_step, optimizer, evaluate, seen
 
 
-def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
+def test_try_precision_restores_model_and_resumes_store(tmp_path):
     model, step, optimizer, evaluate, seen = problem()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     store, options = (
@@ -475,7 +476,7 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
         ),
     ],
 )
-def test_wrong_values(changes, message):
+def test_try_precision_rejects_invalid_arguments(changes, message):
     model, step, optimizer, evaluate, _ = problem()
     given = {
         "evaluate": evaluate,
@@ -488,7 +489,7 @@ def test_wrong_values(changes, message):
     assert type(model[0]) is nn.Linear
 
 
-def test_two_seeds_that_are_one_training_are_refused():
+def test_try_precision_rejects_identical_seeds():
     model, step, optimizer, evaluate, _ = problem()
     said = r"seed 1 is the same training as one before; .* from number 8 on, or seeds"
     given = model, lambda number: step(number % 8), optimizer, evaluate
@@ -496,7 +497,7 @@ def test_two_seeds_that_are_one_training_are_refused():
     assert type(model[0]) is nn.Linear
 
 
-def test_lines_convert_as_the_try_did():
+def test_precision_search_lines_convert_as_searched():
     model, step, optimizer, evaluate, _ = problem()
     options = {"steps": 8, "seeds": 1, "cycles": 1, "progress": False}
     config = cpt.QuantConfig(float32=("4",))

@@ -1,4 +1,4 @@
-"""The precision range test: its rule, what it leaves behind, and what it says when there is no answer."""
+"""Precision range test: its decision rule, its effects on the model, and its reports without an answer."""
 
 import json
 import math
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 def judged(
     *levels, bits=(2, 3, 8), start=3.0, mode="reset", threshold=0.8, seeds=1, noise=0.0
 ):
-    """Judge seeds whose loss starts at ``start`` and is then ``level`` (a number per precision)."""
+    """Judge seeds with a loss of ``start`` first and ``level`` (a number per precision) afterwards."""
     traces = []
     for s in range(seeds):
         shift = noise * (s - (seeds - 1) / 2)
@@ -43,7 +43,7 @@ def judged(
     return evaluate_range_test(traces, bits, mode, threshold, 8, "by hand")
 
 
-def test_shares_by_hand():
+def test_range_test_shares_of_hand_computed_cases():
     found = judged(2.0, 1.4, 1.0)
     assert found.shares == (
         (pytest.approx(0.5), pytest.approx(0.8), pytest.approx(1.0)),
@@ -55,14 +55,14 @@ def test_shares_by_hand():
     assert judged(2.0, 1.4, 1.0, threshold=0.5).q_min == 2
 
 
-def test_only_the_second_half_of_the_dwell_counts():
+def test_range_test_uses_second_half_of_dwell():
     trace = [[3.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]]
     found = evaluate_range_test([trace * 2], (2, 8), "reset", 0.8, 8, "")
     assert found.losses == ((1.0, 1.0),)
     assert found.q_min == 2
 
 
-def test_a_doubtful_answer_is_called_so():
+def test_range_test_warns_of_uncertain_answer():
     sure = judged(2.0, 1.1, 1.0, seeds=3, noise=0.1)
     assert (sure.q_min, sure.warning) == (3, "")
     for level, q_min in ((1.35, 2), (1.45, 3)):  # f(2) = 0.825 or 0.775, +- 0.05
@@ -73,7 +73,8 @@ def test_a_doubtful_answer_is_called_so():
     assert "one seed" in judged(2.0, 1.1, 1.0).warning
 
 
-def test_no_answer_when_nothing_trains_or_q_max_diverges():
+def test_range_test_has_no_answer_without_progress():
+    """Give no answer if the loss does not fall, or if training at q_max diverges."""
     flat = judged(3.0, 3.0, 3.0)
     assert flat.q_min is None
     assert (
@@ -89,14 +90,14 @@ def test_no_answer_when_nothing_trains_or_q_max_diverges():
     json.loads(json.dumps(diverged.to_dict(), allow_nan=False))
 
 
-def test_a_precision_that_diverges_does_not_pass():
+def test_range_test_rejects_diverging_precision():
     found = judged(math.nan, 1.2, 1.0)
     assert found.q_min == 3
     assert math.isnan(found.mean(2))
     assert "   2   diverged" in str(found)
 
 
-def test_noise_is_no_progress():
+def test_range_test_ignores_noise_as_progress():
     for swing, q_min in (
         (0.2, None),
         (0.05, 2),
@@ -108,7 +109,7 @@ def test_noise_is_no_progress():
         )
 
 
-def test_continuing_takes_the_first_precision_at_which_the_loss_falls():
+def test_range_test_continuing_takes_first_falling_loss():
     found = judged(2.98, 2.4, 2.3, mode="continuing", threshold=0.05)
     assert found.q_min == 3
     assert found.shares[0] == (
@@ -135,7 +136,7 @@ def test_continuing_takes_the_first_precision_at_which_the_loss_falls():
 # --- a training loop of one's own -----------------------------------------------------------------
 
 
-def test_every_precision_sees_the_same_batches_from_the_same_weights():
+def test_range_test_repeats_batches_and_initial_weights():
     model, train_step, optimizer, seen = problem(dropout=0.5)
     first = []
 
@@ -156,7 +157,7 @@ def test_every_precision_sees_the_same_batches_from_the_same_weights():
     assert same.losses[0][0] == pytest.approx(same.losses[0][1], rel=0.05)
 
 
-def test_the_precision_is_really_set_and_the_threshold_is_that_of_the_mode():
+def test_range_test_sets_bits_and_default_threshold():
     model, _, optimizer, _ = problem()
     steps, bits = [], []
 
@@ -177,7 +178,7 @@ def test_the_precision_is_really_set_and_the_threshold_is_that_of_the_mode():
         steps.clear(), bits.clear()
 
 
-def test_a_run_to_nan_ends_there_and_is_told():
+def test_range_test_stops_training_at_nan():
     model, train_step, optimizer, seen = problem()
 
     def diverges(step):
@@ -191,7 +192,7 @@ def test_a_run_to_nan_ends_there_and_is_told():
     assert found.q_min in (4, 8)
 
 
-def test_a_warning_is_given_and_kept():
+def test_range_test_warns_and_stores_warning():
     model, train_step, optimizer, _ = problem()  # of 16 batches
     with pytest.warns(RangeTestWarning, match="one seed"):
         found = run(
@@ -208,8 +209,8 @@ def test_a_warning_is_given_and_kept():
 # --- recipes --------------------------------------------------------------------------------------
 
 
-def test_a_recipe_against_losses_computed_here():
-    """f(3) of the digits' network, from a plain training loop with the quantiser set by hand."""
+def test_recipe_range_test_equals_manual_training():
+    """Compute f(3) of the digits network in a plain training loop with manually set bits."""
     r = recipe("smoke", "digits")
     found = recipe_range_test(r, bits=(3,), dwell=12, seeds=(4,))
     from cpt_lab.experiments.spec import run_spec
@@ -242,14 +243,14 @@ def test_a_recipe_against_losses_computed_here():
     assert found.shares[0][0] == pytest.approx((start - means[3]) / (start - means[8]))
 
 
-def test_another_task():
+def test_recipe_range_test_of_language_model():
     found = recipe_range_test(recipe("smoke", "pydoc"), bits=(2,), dwell=8, seeds=(0,))
     assert found.bits == (2, 8)
     assert all(math.isfinite(x) for x in found.losses[0])
     assert "LSTM" in found.title
 
 
-def test_the_figure_shows_every_seed_and_the_threshold():
+def test_range_test_figure_shows_seeds_and_threshold():
     found = judged(2.0, 1.3, 1.0, seeds=3, noise=0.2)
     (ax,) = found.figure().axes
     dots = [line for line in ax.lines if line.get_marker() == "o"]
@@ -275,7 +276,7 @@ def test_the_figure_shows_every_seed_and_the_threshold():
         ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),
     ],
 )
-def test_bad_values_stop_before_anything_is_trained(changes, message):
+def test_range_test_rejects_invalid_arguments_before_training(changes, message):
     model, train_step, optimizer, seen = problem()
     refused(message, run, model, train_step, optimizer, **changes)
     assert not seen

@@ -1,4 +1,4 @@
-"""What all that trains a model repeatedly owes to it: one start for every training, and all put back at the end."""
+"""Repeated trainings of one model: equal starts for every training, everything restored at the end."""
 
 import random
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def problem(lr=0.2, seed=0, dropout=0.0):
-    """A model, a train_step and an optimizer, as a user would have them, and the numbers of the batches it has seen."""
+    """Return a user's model, train_step and optimizer, and the numbers of the batches seen."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(8, 32),
@@ -64,7 +64,7 @@ every = pytest.mark.parametrize("repeat", [range_test, sensitivity, tried])
 
 
 @every
-def test_model_optimizer_and_random_numbers_are_left_as_they_were(repeat):
+def test_restartable_training_restores_model_optimizer_and_rng(repeat):
     model, train_step, optimizer, _ = problem(dropout=0.5)
     for step in range(3):  # the optimizer has a momentum by then
         train_step(step)
@@ -85,7 +85,7 @@ def test_model_optimizer_and_random_numbers_are_left_as_they_were(repeat):
 
 
 class Counting(nn.Module):
-    """Counts its passes in a buffer of no ``state_dict``."""
+    """Module that counts its passes in a non-persistent buffer."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,8 @@ class Counting(nn.Module):
 
 
 @every
-def test_trainings_start_alike_and_leave_what_no_state_dict_holds(repeat):
+def test_restartable_training_starts_equal_and_restores_buffers(repeat):
+    """Restore random generators, non-persistent buffers and gradients before every training."""
     model, _, _, _ = problem()
     model.append(Counting())
     optimizer = torch.optim.SGD(
@@ -130,7 +131,7 @@ def test_trainings_start_alike_and_leave_what_no_state_dict_holds(repeat):
 
 
 @every
-def test_a_model_that_is_refused_is_as_it_was(repeat):
+def test_restartable_training_keeps_rejected_model(repeat):
     model, train_step, optimizer, _ = problem()
     holes = cpt.QuantConfig(ladder={2: "e2m1", 3: "e4m3"})
     refused(
@@ -145,7 +146,7 @@ def test_a_model_that_is_refused_is_as_it_was(repeat):
 
 
 @every
-def test_a_converted_model_keeps_its_precision(repeat):
+def test_restartable_training_keeps_precision_of_converted_model(repeat):
     model, train_step, optimizer, _ = problem()
     quantize_(model)
     cpt.PrecisionScheduler(model, cpt.make_schedule("STATIC", q_max=6, total_steps=10))
@@ -156,7 +157,7 @@ def test_a_converted_model_keeps_its_precision(repeat):
 
 
 @every
-def test_its_scheduler_still_drives_a_model(repeat):
+def test_restartable_training_keeps_scheduler_attached(repeat):
     model, train_step, optimizer, _ = problem()
     quantize_(model)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=10, n_cycles=2)
@@ -170,8 +171,8 @@ def test_its_scheduler_still_drives_a_model(repeat):
 
 
 @every
-def test_a_model_is_put_back_at_once_after_an_error(repeat):
-    """Not when the error is forgotten: a notebook keeps it for long, and trains on meanwhile."""
+def test_restartable_training_restores_model_after_error(repeat):
+    """Restore at once, although a notebook keeps the error alive."""
     model, train_step, optimizer, seen = problem()
     weight = model[0].weight.detach().clone()
 
@@ -188,7 +189,7 @@ def test_a_model_is_put_back_at_once_after_an_error(repeat):
 
 
 @every
-def test_every_training_has_the_same_learning_rates_or_is_refused(repeat):
+def test_restartable_training_restarts_or_rejects_lr_scheduler(repeat):
     model, train_step, optimizer, _ = problem()
     weight = model[0].weight.detach().clone()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)

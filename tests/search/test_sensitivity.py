@@ -1,4 +1,4 @@
-"""Sensitivities: what is measured is what one bit less does, and the model is left as it was."""
+"""Sensitivity analysis: measured effect of one bit less, on a model that stays unchanged."""
 
 import json
 from collections import defaultdict
@@ -24,8 +24,8 @@ from tests.search.test_restartable import problem
 SHORT = dict(base=3, windows=2, steps=8, seeds=(0, 1))
 
 
-def test_every_training_has_one_bit_less_in_its_place(monkeypatch):
-    """What runs, in order: the base, the windows, the groups, the estimate; the loss after them is at q_max."""
+def test_sensitivity_lowers_one_bit_per_place(monkeypatch):
+    """Run base, windows, groups and estimate in order; take the loss after them at q_max."""
     model, train_step, optimizer, seen = problem()
     names, used = ["0", "4"], []
 
@@ -54,8 +54,8 @@ def test_every_training_has_one_bit_less_in_its_place(monkeypatch):
     assert found.groups == (("0",), ("4",))
 
 
-def test_every_role_has_one_bit_less_once():
-    """After base, windows and groups: all roles at the base, then one bit less in each."""
+def test_sensitivity_lowers_one_bit_per_role():
+    """Run all roles at the base after the groups, then one bit less in each role."""
     model, train_step, optimizer, _ = problem()
     used, answers = [], iter([0.9] * 5 + [0.5, 0.4, 0.3, 0.2])
 
@@ -85,7 +85,7 @@ def test_every_role_has_one_bit_less_once():
     assert found.in_roles == (pytest.approx((0.1, 0.2, 0.3)),)
 
 
-def test_what_is_lost_is_the_difference_to_the_base():
+def test_sensitivity_response_is_difference_to_base():
     model, train_step, optimizer, _ = problem()
     answers = iter([0.9, 0.7, 0.8, 0.85, 1.0, 0.5, 0.5, 0.4, 0.5, 0.6])
     found = sensitivity(
@@ -115,8 +115,8 @@ def test_what_is_lost_is_the_difference_to_the_base():
     assert mean - low == pytest.approx(high - mean)
 
 
-def test_more_of_a_loss_is_lost_quality():
-    """Every step with a bit less in layer "0" adds 1 to the loss afterwards, and 2 in layer "4"."""
+def test_sensitivity_counts_higher_loss_as_lost_quality():
+    """Add 1 to the later loss per low step in layer "0", and 2 in layer "4"."""
     model, train_step, optimizer, _ = problem()
     harm = 0.0
 
@@ -138,7 +138,7 @@ def test_more_of_a_loss_is_lost_quality():
     assert found.macs == (plan.macs["0"], plan.macs["4"])
 
 
-def test_every_training_is_in_the_mode_of_the_first():
+def test_sensitivity_keeps_training_mode_of_first_run():
     model, train_step, optimizer, _ = problem()
     modes = set()
 
@@ -156,7 +156,7 @@ def test_every_training_is_in_the_mode_of_the_first():
 
 
 @pytest.mark.parametrize("value", [None, "half", torch.ones(2)])
-def test_what_is_no_number_is_refused_by_name(value):
+def test_sensitivity_rejects_non_numeric_loss_and_quality(value):
     model, train_step, optimizer, _ = problem()
     measure = partial(sensitivity, model, optimizer=optimizer, **SHORT)
     refused(
@@ -178,7 +178,7 @@ def test_what_is_no_number_is_refused_by_name(value):
     )
 
 
-def test_groups_are_cut_in_order_or_by_patterns():
+def test_sensitivity_groups_layers_by_count_or_patterns():
     model, train_step, optimizer, _ = problem()
     few = {
         "steps": 1,
@@ -198,7 +198,7 @@ def test_groups_are_cut_in_order_or_by_patterns():
     refused(r"group \('0',\) has no layer that is left", cut, layers=("*", "0"))
 
 
-def test_a_recipe_is_trained_with_its_own_learning_rate_and_judged_on_held_out_data():
+def test_recipe_sensitivity_uses_recipe_rate_and_validation():
     r = recipe("smoke", "digits")
     few = dict(windows=1, layers=2, steps=10, seeds=(0,))
     again = [recipe_sensitivity(r, estimate=e, **few) for e in (True, False)]
@@ -217,7 +217,7 @@ def test_a_recipe_is_trained_with_its_own_learning_rate_and_judged_on_held_out_d
     assert other.reference[0] != again[0].reference[0]
 
 
-def test_a_diverged_training_has_no_number_but_the_base_must_train():
+def test_sensitivity_marks_diverged_trainings_but_needs_base():
     model, train_step, optimizer, _ = problem()
     layer = model[0]
 
@@ -241,8 +241,8 @@ def test_a_diverged_training_has_no_number_but_the_base_must_train():
     )
 
 
-def test_the_estimate_by_hand():
-    """g**2 range**2 / 12, times the learning rate, over weights and inputs: one layer with known gradients."""
+def test_sensitivity_estimate_of_hand_computed_layer():
+    """Compute g**2 range**2 / 12 times the learning rate, over weights and inputs."""
     layer = nn.Linear(2, 1, bias=False)
     model = convert.quantize_(nn.Sequential(layer))
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_the_estimate_by_hand():
     assert recorded["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
 
 
-def test_products_that_are_caught_have_a_weight_and_an_estimate():
+def test_sensitivity_covers_intercepted_matmuls():
     torch.manual_seed(0)
     parts = {
         "attention": nn.MultiheadAttention(8, 2, batch_first=True),
@@ -306,7 +306,7 @@ def estimated(model, rates, x):
     return recorded
 
 
-def test_every_layer_is_weighed_with_the_rate_of_its_own_group():
+def test_sensitivity_estimate_uses_rates_of_parameter_groups():
     torch.manual_seed(0)
     model = convert.quantize_(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
@@ -318,7 +318,7 @@ def test_every_layer_is_weighed_with_the_rate_of_its_own_group():
     )  # the rounding noise differs
 
 
-def test_the_input_of_an_lstm_has_a_range_at_every_step():
+def test_sensitivity_estimate_has_lstm_ranges_per_step():
     torch.manual_seed(0)
     model, x = (
         convert.quantize_(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))),
@@ -361,13 +361,13 @@ def test_the_input_of_an_lstm_has_a_range_at_every_step():
         (dict(seeds=(-1,)), "each of seeds must be a whole number of at least 0"),
     ],
 )
-def test_bad_values_are_refused_before_anything_is_trained(change, said):
+def test_sensitivity_rejects_invalid_arguments_before_training(change, said):
     model, train_step, optimizer, seen = problem()
     refused(said, sensitivity, model, train_step, optimizer, **{**SHORT, **change})
     assert not seen
 
 
-def test_recipes_that_cannot_be_measured_are_refused():
+def test_recipe_sensitivity_rejects_unsupported_recipes():
     refused(
         "waits for evaluations",
         recipe_sensitivity,

@@ -1,4 +1,4 @@
-"""The schedule of a budget."""
+"""Schedules solved for a budget."""
 
 import numpy as np
 import pytest
@@ -19,12 +19,13 @@ from cpt_extras.search.solver import solve_schedule
 @pytest.mark.parametrize(
     ("budget", "delay"), [(1, 0), (np.float64(1), 0.2), (0.9995, 0.2)]
 )
-def test_a_budget_of_one_is_static(budget, delay):
+def test_solve_schedule_budget_of_one_is_static(budget, delay):
     assert solve_schedule(budget, 3, 8, 6_400, delay=delay) == StaticSchedule(8, 6_400)
 
 
 @pytest.mark.parametrize("budget", [0, -0.5, 1.002, INF, 0.2962])
-def test_budgets_that_cannot_be_met_name_those_that_can(budget):
+def test_solve_schedule_rejects_unreachable_budgets(budget):
+    """Name the reachable budgets in the error."""
     refused(
         r"met between 3 and 8 bits; budgets lie between 0\.2969 and 1$",
         solve_schedule,
@@ -35,7 +36,7 @@ def test_budgets_that_cannot_be_met_name_those_that_can(budget):
     )
 
 
-def test_a_delay_raises_the_lowest_budget():
+def test_solve_schedule_delay_raises_lowest_budget():
     lowest = 0.1 + 0.9 * 57 / 192
     message = r"budget 0\.36 cannot be met between 3 and 8 bits with 640 of 6400 steps held at 8 bits; budgets lie"
     refused(
@@ -53,7 +54,7 @@ def test_a_delay_raises_the_lowest_budget():
     )
 
 
-def test_one_precision_has_one_budget():
+def test_solve_schedule_of_one_precision():
     assert solve_schedule(1, 8, 8, 100) == StaticSchedule(8, 100)
     for budget in (0.9, 1.5):
         refused(
@@ -67,7 +68,7 @@ def test_one_precision_has_one_budget():
 
 
 @pytest.mark.parametrize(("budget", "q_grad"), [(0.5, 3), (0.65, 8), (0.8, 12)])
-def test_budgets_count_gradients_of_other_bits(budget, q_grad):
+def test_solve_schedule_counts_gradient_bits(budget, q_grad):
     budget *= (36 + 12 * q_grad) / (36 + 72)  # of what 6 bits cost with these gradients
     schedule = solve_schedule(budget, 2, 6, 6_400, q_grad=q_grad)
     assert isinstance(schedule, CyclicSchedule)
@@ -77,7 +78,7 @@ def test_budgets_count_gradients_of_other_bits(budget, q_grad):
     assert spent == pytest.approx(budget, rel=1e-3)
 
 
-def test_settings_reach_the_solved_schedule():
+def test_solve_schedule_passes_settings_to_schedule():
     schedule = solve_schedule(0.63, 3, 8, 64_000, 6, "cosine")
     assert (
         schedule.q_min,
@@ -105,7 +106,7 @@ def test_settings_reach_the_solved_schedule():
     assert delayed.bits()[6_400] == 8  # the first cycle falls
 
 
-def test_coarse_schedules_have_the_nearest_steps_moved():
+def test_solve_schedule_adjusts_nearest_steps_if_coarse():
     found = quietly(solve_schedule, 0.6, 3, 8, 200, 4, "rex")
     assert isinstance(found, AdjustedSchedule)
     before, after, values = found.schedule.bits(), found.bits(), found.schedule.values()
@@ -121,7 +122,7 @@ def test_coarse_schedules_have_the_nearest_steps_moved():
         assert (way * values[stayed] <= way * values[step]).all()
 
 
-def test_budgets_that_no_bits_of_few_steps_meet():
+def test_solve_schedule_rejects_budget_between_few_steps():
     sums = {0}  # of the prices of 16 steps
     for _ in range(16):
         sums = {s + q * q + 2 * q * 9 for s in sums for q in (7, 8, 9)}
@@ -131,7 +132,7 @@ def test_budgets_that_no_bits_of_few_steps_meet():
     refused(said, quietly, solve_schedule, 0.9084, 7, 9, 16, 1)
 
 
-def test_solved_schedules_warn_of_short_cycles():
+def test_solve_schedule_warns_of_short_cycles():
     with pytest.warns(
         ShortCycleWarning,
         match=r"8 cycles in 6400 steps end at \d bits, not at q_max = 8",
@@ -152,7 +153,7 @@ def test_solved_schedules_warn_of_short_cycles():
     ],
 )
 @pytest.mark.parametrize("budget", [0.7, 1])
-def test_what_cannot_be_solved(budget, changes, message):
+def test_solve_schedule_rejects_invalid_arguments(budget, changes, message):
     refused(
         message,
         solve_schedule,
@@ -164,7 +165,7 @@ def test_what_cannot_be_solved(budget, changes, message):
 
 
 def spent(schedule, cost):
-    """Mean cost of the steps relative to static q_max, one step after the other."""
+    """Return the mean cost of all steps relative to static q_max."""
     bits = schedule.bits().tolist()
     return sum(cost(q) for q in bits) / len(bits) / cost(schedule.q_max)
 
@@ -173,7 +174,7 @@ def spent(schedule, cost):
     ("budget", "delay", "q_grad"),
     [(0.45, 0, 6), (0.6, 0.1, None), (0.6, 0.1, 6), (0.9995, 0, None), (1, 0.1, 6)],
 )
-def test_bitops_as_a_cost_of_ones_own_give_the_same_schedule(budget, delay, q_grad):
+def test_solve_schedule_custom_bitops_cost_equals_default(budget, delay, q_grad):
     def bitops(q):
         return 1e-9 * (q * q + 2 * q * (q_grad or 8))
 
@@ -196,7 +197,7 @@ def test_bitops_as_a_cost_of_ones_own_give_the_same_schedule(budget, delay, q_gr
     family=st.sampled_from(["linear", "cosine", "rex", "exponential"]),
     delay=st.sampled_from([0, 0.2]),
 )
-def test_budgets_are_met_in_any_cost_that_rises_with_bits(steps, share, family, delay):
+def test_solve_schedule_meets_any_rising_cost(steps, share, family, delay):
     of = dict(zip(range(3, 9), np.cumsum([1.0, *steps]).tolist(), strict=True))
     hold = 0.2 if delay else 0.0
     lowest = hold + (1 - hold) * of[3] / of[8]
@@ -219,8 +220,8 @@ def test_budgets_are_met_in_any_cost_that_rises_with_bits(steps, share, family, 
     assert spent(schedule, of.__getitem__) == pytest.approx(budget, rel=1e-3)
 
 
-def test_a_machine_with_two_speeds_is_paid_for_steps_of_the_slow_one():
-    """8 bits and fewer cost alike, more cost twice as much: the budget is the share of steps above 8 bits."""
+def test_solve_schedule_with_two_speed_cost():
+    """Charge twice as much above 8 bits: the budget sets the share of these steps."""
     schedule = solve_schedule(0.7, 4, 16, 6_400, cost=lambda q: 1.0 if q <= 8 else 2.0)
     assert np.mean(schedule.bits() > 8) == pytest.approx(0.4, abs=2e-3)
     assert (schedule(0), schedule(6_399)) == (4, 16)
@@ -251,12 +252,12 @@ def test_a_machine_with_two_speeds_is_paid_for_steps_of_the_slow_one():
         )
     ],
 )
-def test_costs_that_buy_nothing_and_costs_that_are_none(cost, message):
+def test_solve_schedule_rejects_invalid_costs(cost, message):
     refused(message, solve_schedule, 0.7, 3, 8, 6_400, cost=cost.get)
 
 
 @pytest.mark.parametrize("kind", [np.array, np.float32, torch.tensor])
-def test_a_cost_may_be_a_number_of_numpy_or_torch(kind):
+def test_solve_schedule_accepts_numpy_and_torch_costs(kind):
     plain, odd = (
         solve_schedule(0.75, 4, 16, 1_600, cost=lambda q, k=k: k(40 if q > 8 else 20))
         for k in (int, kind)
@@ -264,7 +265,7 @@ def test_a_cost_may_be_a_number_of_numpy_or_torch(kind):
     assert odd == plain
 
 
-def test_solve_schedule_spends_seconds():
+def test_solve_schedule_accepts_cost_in_seconds():
     seconds = {3: 0.5, 4: 0.5, 5: 0.6, 6: 0.8}
     schedule = solve_schedule(0.8, 3, 6, 6_400, cost=seconds.get)
     assert schedule.relative_cost(cost=seconds.get) == pytest.approx(0.8, rel=1e-3)

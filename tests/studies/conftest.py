@@ -1,4 +1,4 @@
-"""What the tests of studies share."""
+"""Fixtures of the tests of studies."""
 
 from dataclasses import replace
 from functools import cache
@@ -12,7 +12,7 @@ from tests.studies.study_rows import rate_lines
 
 @pytest.fixture(scope="module")
 def rated(tmp_path_factory):
-    """A function that gives a study six seeds, and rows by which its settings are chosen; see ``rate_lines``."""
+    """Return a function that gives a study six seeds and the rows that select its settings."""
     folder = tmp_path_factory.mktemp("rates")
     with pytest.MonkeyPatch.context() as patch:
 

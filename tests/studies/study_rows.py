@@ -1,4 +1,4 @@
-"""Rows of a study, made up so that the answer is known."""
+"""Synthetic rows of a study with a known answer."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from tests.helpers import row_of
 
 
 def row_at(spec, quality, own_quality=None, status="ok"):
-    """A row of some quality at 8 bits, and at its own: points above 50 %, or percent below a perplexity of 10."""
+    """Return a row of a quality at 8 bits and at its own bits: points above 50 %, or percent below perplexity 10."""
     text = spec.recipe.task == "language_model"
 
     def value(quality):

@@ -1,4 +1,4 @@
-"""H10 of docs/preregistration.md, on rows that were made up so that the answer is known."""
+"""Study H10 of docs/preregistration.md on synthetic rows with a known answer."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.studies.study_rows import row_at
 
 @pytest.fixture(autouse=True, scope="module")
 def chosen(rated):
-    """Settings: the recipe's rate and its own bits for every arm; 5/4 and "both late" are best on held-out data."""
+    """Provide settings: the recipe's rate and own bits for every arm; 5/4 and "both late" are best in validation."""
 
     def qualities(spec):
         good = 2 * spec.arm.startswith(("5/4", "both")) - 5 * (
@@ -23,7 +23,7 @@ def chosen(rated):
 
 
 def rows(gains, cases=CASES):
-    """Rows in which arms are better than 4/4 by as many margins."""
+    """Return rows in which arms beat 4/4 by given multiples of the margin."""
     made, rng = [], np.random.default_rng(0)
     for case in cases:
         for spec in STUDY.runs(case):
@@ -35,7 +35,7 @@ def rows(gains, cases=CASES):
     return table(made)
 
 
-def test_the_opponent_is_the_best_on_held_out_data():
+def test_h10_compares_with_best_validation_arm():
     parts, missing = outcome.tasks(rows({}))
     assert missing == ""
     assert [t.best(("4/6", "5/4")) for t in parts] == ["5/4"] * 4 + ["4/6"]
@@ -43,7 +43,7 @@ def test_the_opponent_is_the_best_on_held_out_data():
     assert {rate for t in parts for rate, _ in t.settings.values()} == {1.0}
 
 
-def test_a_switch_that_wins_loses_or_does_nothing():
+def test_h10_words_for_win_loss_and_tie():
     a, b, c = outcome.answers(
         rows({LATE: 2.0, "both late": 4.0, "forward spread": 2.0})
     )
@@ -61,7 +61,7 @@ def test_a_switch_that_wins_loses_or_does_nothing():
     assert [len(x.secondary) for x in (a, b, c)] == [10, 5, 0]
 
 
-def test_missing_tasks_leave_it_open():
+def test_h10_missing_tasks_are_inconclusive():
     some = rows({LATE: 2.0}, ["digits", "ptb"])
     assert {x.outcome for x in outcome.answers(some)} == {"open: 96 of 234 runs"}
     first, arm = outcome.sections(some)

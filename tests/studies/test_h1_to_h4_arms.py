@@ -1,4 +1,4 @@
-"""The runs of H1 to H4: costs, what the twelve schedules share, what is crossed with what."""
+"""Arms of studies H1 to H4: costs and shared properties of the twelve schedules."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from cpt_lab.experiments import grids
 from cpt_lab.studies.h1_to_h4 import arms
 
 
-def test_questions_come_after_the_lists_of_the_paper():
+def test_grids_list_questions_after_paper_grids():
     assert list(grids.find_grids()) == [*grids.GRIDS, *grids.QUESTIONS]
     assert set(grids.find_grids("h4")) == {"h4/gradients", "h4/aggregation"}
     assert {s.seed for s in grids.grid_specs("h1/characters", seeds=[3])} == {3}
@@ -19,7 +19,8 @@ def test_questions_come_after_the_lists_of_the_paper():
         grids.find_grids("h9")
 
 
-def test_the_twelve_schedules_have_one_cost_and_differ_in_nothing_together():
+def test_h1_twelve_schedules_have_equal_cost():
+    """Use twelve schedules of equal cost with uncorrelated noise, low-bit share and date."""
     schedules = arms.equal_cost_schedules()
     assert len(schedules) == 12
     bits = np.array([s.bits() for s in schedules])

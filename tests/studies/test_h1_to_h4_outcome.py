@@ -1,4 +1,4 @@
-"""The tests of docs/preregistration.md, on rows that were made up so that the answer is known."""
+"""Outcomes of studies H1 to H4 of docs/preregistration.md, on synthetic rows with a known answer."""
 
 import math
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 
 
 def chance(spec):
-    """Noise of a run, the same in every call: normal, of standard deviation 1."""
+    """Return normal noise of a run, equal in every call, of standard deviation 1."""
     return np.random.default_rng([spec.seed, *spec.key.encode()]).normal()
 
 
 def rows(grid, quality, sd=0.1, lost=(), hubs=0.0):
-    """Rows of all runs of a grid, of ``quality(spec)`` and noise.
+    """Return rows of all runs of a grid, of ``quality(spec)`` plus noise.
 
     Arms in ``lost`` diverged; with Q-Agg, nodes of many neighbours have ``hubs`` points more.
     """
@@ -48,7 +48,7 @@ def rows(grid, quality, sd=0.1, lost=(), hubs=0.0):
 
 
 def answer(name, *parts):
-    """The answer to one question from the rows of its grids."""
+    """Return the answer to one question from the rows of its grids."""
     found = outcome.answers(table([row for part in parts for row in part]))
     return next(a for a in found if a.question == name)
 
@@ -65,7 +65,7 @@ def x_of(spec, column):
 # --- estimates ------------------------------------------------------------------------------------
 
 
-def test_an_estimate_is_students_t():
+def test_estimate_equals_student_t_test():
     values = np.array([0.1, 0.4, 0.2, 0.7])
     e = Estimate("a", "points", values, margin=0.9)
     told = stats.ttest_1samp(values, 0)
@@ -89,7 +89,7 @@ def test_an_estimate_is_students_t():
     )
 
 
-def test_holm_steps_down_and_leaves_room_for_what_may_come():
+def test_holm_steps_down_and_counts_missing_tests():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.04, math.nan, 0.01]) == pytest.approx(
         [0.08, math.nan, 0.03], nan_ok=True
@@ -108,7 +108,7 @@ def h1(facebook, characters=None, **given):
     )
 
 
-def test_h1_finds_a_slope_of_noise_and_not_one_of_date_or_share():
+def test_h1_finds_noise_slope_only():
     found = h1(lambda s: -0.5 * x_of(s, "noise"))
     assert found.outcome == "confirmed: at one cost, noisier schedules are worse"
     assert [e.mean for e in found.primary] == pytest.approx([-0.5, -0.5], abs=0.1)
@@ -123,7 +123,7 @@ def test_h1_finds_a_slope_of_noise_and_not_one_of_date_or_share():
     assert others["characters, 10 % more steps at 2 bits"] == pytest.approx(-2, abs=0.3)
 
 
-def test_h1_needs_both_tasks_and_one_sign():
+def test_h1_needs_equal_signs_on_both_tasks():
     assert h1(lambda s: -0.5 * x_of(s, "noise"), lambda s: 0.0, sd=3).outcome == "open"
     assert (
         h1(lambda s: 0.5 * x_of(s, "noise")).outcome
@@ -138,7 +138,7 @@ def test_h1_needs_both_tasks_and_one_sign():
     )
 
 
-def test_h1_over_schedules_is_an_ordinary_regression():
+def test_h1_over_schedules_equals_linear_regression():
     runs = table(rows("h1/facebook", lambda s: -0.5 * x_of(s, "noise"), sd=0.001))
     (line,) = outcome.over_schedules(runs).itertuples(index=False)
     assert line[0] == "facebook"
@@ -149,7 +149,7 @@ def test_h1_over_schedules_is_an_ordinary_regression():
 H2 = ("h2/facebook", "h2/characters", "h2/sage")
 
 
-def test_h2_static_is_not_beaten_or_is():
+def test_h2_words_for_static_unbeaten_and_beaten():
     alike = answer("H2", *(rows(grid, lambda s: 0.0, sd=0.03) for grid in H2))
     assert alike.outcome == (
         "confirmed: no schedule beats static by the margin; static is better in 0 of 6; alike within the margin in 6"
@@ -175,7 +175,7 @@ def test_h2_static_is_not_beaten_or_is():
     assert unclear.outcome.startswith("open; static is better in 0 of 6")
 
 
-def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
+def test_h2_reports_dependence_on_evaluation_rule():
     made = [
         rows(grid, lambda s: 3.0 * s.arm.startswith("cyclic"), sd=0.03) for grid in H2
     ]
@@ -198,7 +198,7 @@ def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
     assert [rule for rule, _ in alike.by_rule] == ["8 bits", "their own bits"]
 
 
-def test_h2_takes_the_better_evaluation_of_static_as_the_opponent():
+def test_h2_compares_with_better_evaluation_of_static():
     made = rows("h2/facebook", lambda s: 0.0, sd=0.03)
     for row in made:
         if row["spec"]["arm"] == "static 3":
@@ -223,7 +223,7 @@ def deficit_loss(spec, date=0.0, during=0.0, after=0.0):
     )
 
 
-def test_h3_tells_the_date_from_the_learning_rate():
+def test_h3_separates_date_from_learning_rate():
     assert (
         answer("H3", rows("h3/facebook", lambda s: deficit_loss(s, date=-1))).outcome
         == "earlier is worse"
@@ -252,7 +252,7 @@ def test_h3_tells_the_date_from_the_learning_rate():
     assert answer("H3", rows("h3/facebook", lambda s: 0.0, sd=1)).outcome == "open"
 
 
-def test_h4a_says_which_of_the_two_hurts_more():
+def test_h4a_names_operand_that_hurts_more():
     def quality(spec, forward, gradients):
         return forward * (spec.schedule(0) == 6) + gradients * (spec.q_grad == 6)
 
@@ -289,7 +289,7 @@ def test_h4b_compares_hubs_with_leaves():
 # --- runs that are lost, missing, or another question's -------------------------------------------
 
 
-def test_runs_that_diverged_count_as_chance():
+def test_diverged_runs_score_chance():
     made = rows("h4/gradients", lambda s: 0.0, lost=("static 6, 8-bit gradients",))
     found = answer("H4a", made)
     assert found.num_lost == 13
@@ -311,7 +311,7 @@ def test_runs_that_diverged_count_as_chance():
     }
 
 
-def test_a_run_without_its_value_leaves_the_test_without_an_answer():
+def test_h2_run_without_value_gives_no_answer():
     made = table(
         [r for task in H2 for r in rows(task, lambda s: -float("cyclic" in s.arm))]
     )
@@ -326,7 +326,7 @@ def test_a_run_without_its_value_leaves_the_test_without_an_answer():
         assert ("confirmed" in h2.outcome, math.isnan(h2.p)) == (not grid, bool(grid))
 
 
-def test_nothing_is_said_before_all_runs_are_there():
+def test_incomplete_grids_give_no_answer():
     made = rows("h3/facebook", lambda s: deficit_loss(s, date=-1))
     assert answer("H3", made[1:]).outcome == "open: 299 of 300 runs"
     assert math.isnan(answer("H3", made[1:]).p)
@@ -336,14 +336,14 @@ def test_nothing_is_said_before_all_runs_are_there():
     }
 
 
-def test_their_runs_are_pooled_with_no_other():
+def test_run_groups_exclude_h1_and_h3_runs():
     runs = table(rows("h1/characters", lambda s: 0.0))
     assert len(runs) == 192
     assert run_groups.quality_cost_groups(runs) == []
     assert run_groups.deficit_groups(table(rows("h3/facebook", lambda s: 0.0))) == []
 
 
-def test_the_page_and_the_figure_show_what_is_answered():
+def test_sections_show_answered_questions():
     runs = table(rows("h3/facebook", lambda s: deficit_loss(s, date=-1)))
     first, other, decays, between = outcome.sections(runs)
     shown = first.table.set_index("")

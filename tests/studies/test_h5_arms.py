@@ -1,4 +1,4 @@
-"""The schedules of H5 are made from stored sensitivities alone; which these are, the keys of its rows say."""
+"""Arms of study H5: schedules from stored sensitivities only, identified by the keys of their rows."""
 
 import json
 
@@ -27,10 +27,8 @@ def made_up(steps, base=4):
     )
 
 
-def test_what_the_command_measures_is_what_the_schedules_are_made_of(
-    tmp_path, monkeypatch
-):
-    """On the case's own recipe, at its bits, on seeds from 50 on that no test has; a second case joins the first."""
+def test_h5_sensitivities_command_stores_input_of_schedules(tmp_path, monkeypatch):
+    """Measure with the case's recipe and bits, on unused seeds from 50 on; add a second case."""
     calls = []
 
     def measure(r, **given):
@@ -56,7 +54,7 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(
     stored_sensitivity.cache_clear()
 
 
-def test_without_a_measurement_the_error_says_how_to_make_one(tmp_path, monkeypatch):
+def test_h5_arms_without_sensitivity_name_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "results_dir", lambda: tmp_path)
     stored_sensitivity.cache_clear()
     refused("no sensitivity of 'digits'; measure it: ", allocated, "digits")

@@ -1,4 +1,4 @@
-"""H5 from rows that were made up so that the answer is known, in both directions."""
+"""Outcome of study H5 on synthetic rows with a known answer, in both directions."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ def effects(runs):
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """Every case has ten seeds and a made-up sensitivity."""
+    """Give every case ten seeds and a synthetic sensitivity."""
     stored = {case: made_up(c.recipe.steps, c.bits) for case, c in CASES.items()}
     for case, c in CASES.items():
         monkeypatch.setitem(CASES, case, replace(c, seeds=10))
@@ -40,7 +40,7 @@ def measured(monkeypatch):
 
 
 def rows(gains=(), own=0.0, lost=(), cases=CASES, spread=0.1):
-    """Rows of H5 with known gains on static, {(case, arm): points or %}; static at its own bits gets ``own``."""
+    """Return rows of H5 with gains over static, {(case, arm): points or %}; ``own`` is added at own bits."""
     gains, found = dict(gains), []
     for case in cases:
         noise = np.random.default_rng(0).normal(size=1000)
@@ -61,7 +61,7 @@ def line(found, case, arm):
     return found[(found["case"] == case) & (found["arm"] == arm)].iloc[0]
 
 
-def test_known_gains_are_found_with_their_sign_and_nothing_else():
+def test_h5_finds_known_gains_with_sign():
     gains = {
         ("facebook", "over both"): 0.5,
         ("digits", "over time"): -2.0,
@@ -84,7 +84,7 @@ def test_known_gains_are_found_with_their_sign_and_nothing_else():
     )  # a loss of another arm is no secret
 
 
-def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
+def test_h5_without_effect_states_upper_bound():
     found = effects(rows())
     assert set(found["word"]) == {"open"}
     mine = found[found["arm"] != "low then high"]
@@ -93,13 +93,13 @@ def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
     assert verdict(found).startswith(told)
 
 
-def test_low_then_high_is_judged_by_itself():
+def test_h5_low_then_high_is_tested_separately():
     found = effects(rows({("facebook", "low then high"): 1.0}))
     assert line(found, "facebook", "low then high").word == "wins"
     assert verdict(found).startswith("nothing beat static")
 
 
-def test_the_better_evaluation_of_static_is_the_opponent():
+def test_h5_compares_with_better_evaluation_of_static():
     one, other = effects(rows(own=-2.0)), effects(rows(own=+2.0))
     assert set(one["opponent"]) == {"8 bits"}
     assert set(other["opponent"]) == {"own bits"}
@@ -108,7 +108,7 @@ def test_the_better_evaluation_of_static_is_the_opponent():
     assert line(other, "digits", "over both").word == "loses"
 
 
-def test_runs_that_diverged_count_as_chance():
+def test_h5_diverged_runs_score_chance():
     lost = {("digits", "over both", s) for s in range(100, 110)}
     found = effects(rows(lost=lost))
     assert line(found, "digits", "over both").num_lost == 10
@@ -122,7 +122,8 @@ def test_runs_that_diverged_count_as_chance():
     )
 
 
-def test_missing_runs_leave_a_case_open_and_the_family_as_it_is():
+def test_h5_missing_runs_are_inconclusive_per_case():
+    """Correct for all 16 comparisons by Holm's rule, even if runs are missing."""
     found = effects(rows({("facebook", "over both"): 0.5}, cases=["facebook"]))
     assert set(found["word"][found["case"] == "digits"]) == {"open: 0 of 60 runs"}
     assert line(found, "facebook", "over both").word == "wins"
@@ -135,7 +136,7 @@ def test_missing_runs_leave_a_case_open_and_the_family_as_it_is():
     assert effects(table([]))["n"].sum() == 0
 
 
-def test_other_effects_are_told_too():
+def test_h5_reports_secondary_effects():
     made = rows(
         {("facebook", "over both"): 0.5, ("facebook", "over time"): 0.2}, own=-2.0
     )
@@ -159,7 +160,7 @@ def test_other_effects_are_told_too():
     )
 
 
-def test_page_table_and_figures():
+def test_h5_sections_tables_and_figures():
     runs = rows({("facebook", "over both"): 0.5})
     section, others = sections(runs)
     assert len(others.table) == 4 * (4 * 5 + 2 + 2)
@@ -176,7 +177,7 @@ def test_page_table_and_figures():
         allocation_figure(effects(table([])))
 
 
-def test_before_anything_is_measured_there_is_no_section(monkeypatch):
+def test_h5_without_sensitivities_has_no_section(monkeypatch):
     def missing(case):
         raise NotMeasuredError(case)
 

@@ -1,4 +1,4 @@
-"""H6 of docs/preregistration.md, on rows that were made up so that the answer is known."""
+"""Study H6 of docs/preregistration.md on synthetic rows with a known answer."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def rows(gain=0.0, late=0.0, slope=10.0, noise=0.05, lost=()):
-    """Rows whose quality is a line in cost, and schedules above or below it by ``gain``."""
+    """Return rows with quality linear in cost, and schedules ``gain`` above or below the line."""
     found = []
     rng = np.random.default_rng(0)
     for case, c in CASES.items():
@@ -34,7 +34,7 @@ def rows(gain=0.0, late=0.0, slope=10.0, noise=0.05, lost=()):
     return table(found)
 
 
-def test_schedules_a_little_below_the_line_confirm_all_three():
+def test_h6_schedules_below_line_confirm():
     a, b, c = outcome.answers(rows(gain=-0.2, late=-0.2, noise=0.01))
     assert a.outcome.startswith("confirmed: dearer schedules are better")
     assert "confirmed: nothing beats static" in b.outcome
@@ -44,7 +44,7 @@ def test_schedules_a_little_below_the_line_confirm_all_three():
     assert all(e.mean == pytest.approx(1, abs=0.05) for e in a.primary)
 
 
-def test_schedules_above_the_line_contradict():
+def test_h6_schedules_above_line_contradict():
     _, b, c = outcome.answers(rows(gain=2.0, late=-2.0))
     assert "contradicted: better in 6 of 6" in b.outcome
     assert "confirmed" not in b.outcome
@@ -52,13 +52,14 @@ def test_schedules_above_the_line_contradict():
     assert "static is better in 6 of 6" in c.outcome
 
 
-def test_quality_that_falls_with_cost_contradicts_the_correlation():
+def test_h6_quality_falling_with_cost_contradicts():
     a, *_ = outcome.answers(rows(slope=-10.0))
     assert "contradicted: the reverse in 6" in a.outcome
     assert "confirmed" not in a.outcome
 
 
-def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
+def test_h6_diverged_and_missing_runs():
+    """Score diverged runs as chance, and give no answer while runs are missing."""
     found = rows(lost={("digits", LATE, 100)})
     cell = outcome.cells(found)[0]
     assert cell.num_lost == 1
@@ -68,7 +69,7 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     assert list(outcome.sections(found[found["seed"] != 103])) == []
 
 
-def test_the_report_shows_it():
+def test_h6_sections_have_complete_tables():
     first, second = outcome.sections(rows())
     assert len(first.table) == 3
     assert len(second.table) == 6 * 11

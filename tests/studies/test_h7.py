@@ -1,4 +1,4 @@
-"""H7 and H8 of docs/preregistration.md, on rows that were made up so that the answer is known."""
+"""Studies H7 and H8 of docs/preregistration.md on synthetic rows with a known answer."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ WORSE = 5.0  # points or percent that the other rates and evaluations lose
 
 
 def best(spec):
-    """How often the recipe's rate is best for a task."""
+    """Return the factor of the recipe's rate that is best for a task."""
     return 2.0 if spec.recipe.task == "language_model" else 0.5
 
 
 @pytest.fixture(autouse=True, scope="module")
 def chosen(rated):
-    """Settings: the best rate of a task for every arm, and its own bits but for 8/8; the file of their rows."""
+    """Provide settings: the best rate of a task for every arm, and own bits except for 8/8; the file of their rows."""
 
     def qualities(spec):
         at_own = 0.0 if spec.arm.endswith(f" at {best(spec):g}") else -WORSE
@@ -33,7 +33,7 @@ def chosen(rated):
 
 
 def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
-    """Rows in which pairs and cycles are better than static 3, 4 and 5 by as many margins."""
+    """Return rows in which pairs and cycles beat static 3, 4 and 5 by given multiples of the margin."""
     made, rng = [], np.random.default_rng(0)
     for case, c in CASES.items():
         gain = (by_case or {}).get(case, pair)
@@ -54,7 +54,7 @@ def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
     return table(made)
 
 
-def test_settings_are_the_best_on_held_out_data():
+def test_h7_settings_are_best_in_validation():
     for case, c in CASES.items():
         found = tuned.settings(STUDY, case)
         assert {rate for rate, _ in found.values()} == {best(c)}
@@ -62,7 +62,7 @@ def test_settings_are_the_best_on_held_out_data():
         assert {s.recipe.lr for s in STUDY.runs(case)} == {best(c) * c.recipe.lr}
 
 
-def test_a_task_without_its_rates_has_no_runs(chosen, tmp_path, monkeypatch):
+def test_h7_task_without_rates_has_no_runs(chosen, tmp_path, monkeypatch):
     _, *others = chosen.read_text().splitlines(
         keepends=True
     )  # the first is of the first task
@@ -79,7 +79,7 @@ def test_a_task_without_its_rates_has_no_runs(chosen, tmp_path, monkeypatch):
     assert {a.outcome for a in outcome.answers(table([]))} == {"open: 0 of 360 runs"}
 
 
-def test_pairs_that_gain_confirm_and_cycles_that_lose_do_too():
+def test_h7_words_for_gains_and_losses():
     a, b, c, d, e = outcome.answers(rows(pair=2.0, cycle=-1.0))
     for found in (a, b, c):
         assert found.outcome == "confirmed: gradients may pay; the pair gains in 6 of 6"
@@ -94,7 +94,7 @@ def test_pairs_that_gain_confirm_and_cycles_that_lose_do_too():
         )
 
 
-def test_four_tasks_must_gain_and_none_may_lose_its_margin():
+def test_h7_needs_four_gains_and_no_loss():
     *names, last = CASES
 
     def word(gaining, **others):
@@ -111,7 +111,7 @@ def test_four_tasks_must_gain_and_none_may_lose_its_margin():
     )
 
 
-def test_a_cycle_that_wins_contradicts():
+def test_h8_winning_cycle_contradicts():
     *_, d, e = outcome.answers(rows(cycle=2.0))
     assert d.outcome.startswith(
         "contradicted: a cycle wins in 6 of 6 (characters, cycle at 4/5 minus 4/5; "
@@ -119,7 +119,8 @@ def test_a_cycle_that_wins_contradicts():
     assert "confirmed" not in d.outcome + e.outcome
 
 
-def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
+def test_h7_diverged_and_missing_runs():
+    """Score diverged runs as chance, and give no answer while runs are missing."""
     found = rows(pair=2.0, lost={("digits", "4/5", 300)})
     parts, missing = outcome.tasks(found)
     assert (missing, parts[1].num_lost) == ("", 1)
@@ -139,8 +140,8 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     refused("no task of H7 is complete", outcome.figure, [])
 
 
-def test_h7_outcome_by_both_rules_is_always_said():
-    """Also where both rules have the registered outcome."""
+def test_h7_reports_outcome_by_both_evaluation_rules():
+    """Report the outcome by both evaluation rules even if they agree."""
     a, *_ = outcome.answers(rows(pair=2.0))
     assert [rule for rule, _ in a.by_rule] == ["8 bits", "their own bits"]
     assert all(
@@ -151,7 +152,7 @@ def test_h7_outcome_by_both_rules_is_always_said():
     assert a.judged().startswith("Judged at 8 bits: confirmed: gradients may pay;")
 
 
-def test_h7_gains_by_evaluation_count_tasks_and_levels():
+def test_h7_gains_by_evaluation_count_tasks():
     parts, _ = outcome.tasks(rows(pair=2.0))
     table = outcome.gains_by_evaluation(parts)
     assert list(table.columns[1:]) == [
@@ -175,7 +176,7 @@ def test_h7_gains_by_evaluation_count_tasks_and_levels():
 
 
 def test_h7_rates_at_ends_are_counted():
-    """Made-up rates: twice the recipe's for text, half of it elsewhere."""
+    """Count rates that are twice the recipe's for text and half of it elsewhere."""
     found = tuned.rates_at_ends(STUDY).set_index("task")
     assert found.loc["characters"].tolist() == [10, 0, 10]
     assert found.loc["digits"].tolist() == [10, 10, 0]

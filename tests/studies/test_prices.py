@@ -1,4 +1,4 @@
-"""Prices of the arms of H7 and H10, against sums written out by hand."""
+"""Costs of the arms of H7 and H10 under three cost models, against sums written out by hand."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from cpt_lab.studies.h10.arms import STUDY as H10
 
 
 def by_hand(parts):
-    """Shares of 8/8 by a * b, max(a, b)^2 and the rate of a tensor core; ``parts`` are (weight, forward, gradient)."""
+    """Return shares of 8/8 by a * b, max(a, b)^2 and tensor-core rate; ``parts`` are (weight, forward, gradient)."""
     functions = (
         lambda a, b: a * b,
         lambda a, b: max(a, b) ** 2,
@@ -31,7 +31,7 @@ ARMS = {
 
 
 @pytest.mark.parametrize("case", ["digits", "digits-mx"])
-def test_prices_of_switches_are_those_by_hand(case):
+def test_prices_of_switches_equal_hand_computation(case):
     found = prices.prices(H10, case).set_index("arm")
     assert list(found.columns) == list(prices.PRICES)
     for arm in set(ARMS) & set(found.index):
@@ -41,8 +41,8 @@ def test_prices_of_switches_are_those_by_hand(case):
     assert {"4/6", "forward late", "8/8"} <= set(found.index)
 
 
-def test_prices_disagree_on_what_costs_less():
-    """At one cost by a * b, static 4/6 spends more than the late forward switch by both other prices."""
+def test_prices_disagree_on_cheaper_arm():
+    """Price static 4/6 above the late forward switch by two models, at equal cost by a * b."""
     found = prices.prices(H10, "digits").set_index("arm")
     late, static = found.loc["forward late"], found.loc["4/6"]
     assert late[prices.BITOPS] == pytest.approx(static[prices.BITOPS])
@@ -50,7 +50,7 @@ def test_prices_disagree_on_what_costs_less():
     assert static[prices.TENSOR_CORES] > late[prices.TENSOR_CORES] + 0.2
 
 
-def test_price_table_takes_some_arms_alone():
+def test_price_table_selects_arms():
     table = prices.price_table(H7, "digits", ["3/8", "4/5"])
     assert table["arm"].tolist() == ["3/8", "4/5"]
     assert table[prices.BITOPS].tolist() == ["0.297", "0.292"]

@@ -1,4 +1,4 @@
-"""Whether an effect repeats with fresh seeds, from rows that were made up so that the answer is known."""
+"""Replication of effects with fresh seeds, on synthetic rows with a known answer."""
 
 import json
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ GRID = "h3/facebook"
 
 
 def made(date, fresh=False, sd=0.1):
-    """Rows of H3 in which a later deficit costs ``date`` points more; of fresh seeds or of the question's."""
+    """Return rows of H3 in which a later deficit costs ``date`` points more, with fresh or original seeds."""
     found = rows(GRID, lambda s: deficit_loss(s, date=date), sd=sd)
     for row in found if fresh else []:
         spec = RunSpec.from_dict(row["spec"])
@@ -36,7 +36,7 @@ def made(date, fresh=False, sd=0.1):
         (0, 0, 0.11, "no effect, again"),
     ],
 )
-def test_an_effect_repeats_or_does_not(former, date, sd, word, monkeypatch):
+def test_replicated_effects_word(former, date, sd, word, monkeypatch):
     monkeypatch.setattr(repeated, "committed", lambda: table(made(former)))
     (found,) = repeated.replicated_effects(GRID, made(date, fresh=True, sd=sd))
     assert found.outcome == word
@@ -44,7 +44,7 @@ def test_an_effect_repeats_or_does_not(former, date, sd, word, monkeypatch):
     assert str(found).endswith("points, n = 10 and 10")
 
 
-def test_fresh_seeds_are_nobodys():
+def test_replication_seeds_are_unused():
     fresh, own = repeated.fresh_seed_specs(GRID), grid_specs(GRID)
     assert not {s.key for s in fresh} & {s.key for s in own}
     assert [(s.arm, s.seed - 1000) for s in fresh] == [(s.arm, s.seed) for s in own]
@@ -53,9 +53,8 @@ def test_fresh_seeds_are_nobodys():
 
 
 @pytest.mark.parametrize(("date", "code"), [(1, 0), (-1, 1)])
-def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(
-    date, code, monkeypatch, command
-):
+def test_verify_verdict_runs_fresh_seeds_and_exits(date, code, monkeypatch, command):
+    """Exit with status 1 if an effect is not replicated."""
     found, asked = made(date, fresh=True), []
     monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
     monkeypatch.setattr(
@@ -68,7 +67,7 @@ def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(
     assert ("DIFFERS" in said) == bool(code)
 
 
-def test_runs_that_failed_are_no_answer(monkeypatch, command):
+def test_verify_verdict_with_failed_runs_is_inconclusive(monkeypatch, command):
     found = made(1, fresh=True)
     found[0]["status"] = "failed"
     monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
@@ -87,9 +86,8 @@ def test_runs_that_failed_are_no_answer(monkeypatch, command):
     ("change", "kept"),
     [({}, True), ({"status": "failed"}, False), ({"data_checksum": "other"}, False)],
 )
-def test_effects_of_complete_grids_on_the_same_data_are_kept(
-    change, kept, monkeypatch, tmp_path
-):
+def test_fresh_seeds_stores_complete_grids_only(change, kept, monkeypatch, tmp_path):
+    """Skip grids with failed runs or different data."""
     of_row = {"data_checksum": "same", "schema": 1, "seconds": 1.0, "device": "cpu"}
     stored, again = (
         [row | of_row for row in made(1, fresh, sd)]
@@ -125,7 +123,7 @@ def test_effects_of_complete_grids_on_the_same_data_are_kept(
         fresh_seeds.main()
 
 
-def test_effects_on_other_data_are_no_answer(monkeypatch, command):
+def test_verify_verdict_rejects_different_data(monkeypatch, command):
     stored, asked = committed("h5"), []
     monkeypatch.setattr(
         "cpt_lab.sweeps.sweep.run_grid",

@@ -1,4 +1,4 @@
-"""A study is a folder that names itself; the rest of the laboratory opens it by its name."""
+"""Study folders: found by their names, with preregistered grids and stored rows."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ DOCUMENT = (ROOT / "docs/preregistration.md").read_text("utf-8")
 ASKED = [name for study in grids.studies("arms") for name in study.GRIDS]
 
 
-def test_every_folder_is_a_study_and_its_grids_are_known():
+def test_study_folders_have_known_grids():
     folders = {
         p.parent.name for p in (ROOT / "cpt_lab" / "studies").glob("*/__init__.py")
     }
@@ -37,8 +37,8 @@ def stored(name):
 @pytest.mark.parametrize(
     "study", sorted({name.split("/")[0] for name in grids.QUESTIONS})
 )
-def test_the_runs_of_a_question_are_those_that_are_stored(study):
-    """Key by key: schedules, recipes and seeds stay what they were when the question was asked."""
+def test_study_runs_equal_stored_runs(study):
+    """Compare key by key: schedules, recipes and seeds as preregistered."""
     asked = {
         name: grids.grid_specs(name)
         for name in grids.QUESTIONS
@@ -57,7 +57,7 @@ def test_the_runs_of_a_question_are_those_that_are_stored(study):
 
 
 @pytest.mark.parametrize("study", [H7, H10], ids=lambda study: study.name)
-def test_rates_are_chosen_on_runs_of_their_own(study):
+def test_study_rates_are_chosen_on_separate_runs(study):
     assert (
         f"{len(stored(f'{study.name}-rates'))} runs that choose learning rates"
         in DOCUMENT
@@ -68,14 +68,15 @@ def test_rates_are_chosen_on_runs_of_their_own(study):
 
 
 def started(store):
-    """When the runs of a committed store were."""
+    """Return the start times of the runs of a committed store."""
     return pd.to_datetime(stored(store)["started"], utc=True, format="ISO8601")
 
 
 @pytest.mark.parametrize(
     "store", ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h7_rates", "h10", "h10_rates"]
 )
-def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store):
+def test_study_preregistration_is_older_than_its_rows(store):
+    """Require the document before its rows, and chosen learning rates before the test runs."""
     begun = started(store)
     if store in (H7.name, H10.name):
         of = [stored(name)["dataset"] for name in (store, f"{store}_rates")]
@@ -100,7 +101,7 @@ def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store
     assert begun.min() > pd.Timestamp(int(told.stdout.split()[-1]), unit="s", tz="UTC")
 
 
-def test_every_study_answers_before_anything_ran():
+def test_study_answers_are_inconclusive_without_runs():
     found = preregistered.all_answers(table([]))
     assert [
         a.question for a in found

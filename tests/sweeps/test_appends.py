@@ -1,4 +1,4 @@
-"""Appends: each looks whether its row is there, reads only what is new, and cuts off nothing of others."""
+"""Appending to stores: each append checks for its row, reads only new bytes, and keeps rows of other writers."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ def names_in(store):
     ],
     ids=["a row", "two rows", "a long row"],
 )
-def test_append_row_keeps_rows_that_came_after_the_look(
+def test_append_row_keeps_rows_of_concurrent_writers(
     others, expected, tmp_path, monkeypatch
 ):
     store, look = tmp_path / "rows.jsonl", stores.look_up
@@ -71,8 +71,8 @@ def test_append_row_keeps_rows_that_came_after_the_look(
     assert names_in(store) == expected
 
 
-def test_append_row_waits_for_a_row_that_another_is_writing(tmp_path, monkeypatch):
-    """A row without its end, after a whole one: what follows it would be no row."""
+def test_append_row_waits_for_partly_written_row(tmp_path, monkeypatch):
+    """Wait for the end of a row that follows a complete one."""
     store, look, line = tmp_path / "rows.jsonl", stores.look_up, line_of(row("other"))
     parts = [line + line_of(row("third"))[:-20], line_of(row("third"))[-20:]]
 
@@ -87,8 +87,8 @@ def test_append_row_waits_for_a_row_that_another_is_writing(tmp_path, monkeypatc
     assert names_in(store) == ["other", "third", "mine"]
 
 
-def test_append_row_cuts_off_no_row_that_is_being_written(tmp_path, monkeypatch):
-    """Half of it is there when the end is looked at, and the rest soon after."""
+def test_append_row_keeps_row_being_written(tmp_path, monkeypatch):
+    """Wait while the first half of a row is at the end of the file."""
     store, line = tmp_path / "rows.jsonl", line_of(row("other"))
     stores.append_row(store, row("first"))
     parts = [line[60:], line[:60]]
@@ -105,7 +105,7 @@ def test_append_row_cuts_off_no_row_that_is_being_written(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("times", [1, 3, 99])
-def test_append_row_writes_again_what_another_cut_off(times, tmp_path, monkeypatch):
+def test_append_row_rewrites_row_that_was_truncated(times, tmp_path, monkeypatch):
     store, write, cut = tmp_path / "rows.jsonl", stores._write_line, []
     stores.append_row(store, row("first"))
 
@@ -140,8 +140,8 @@ def test_append_row_writes_again_what_another_cut_off(times, tmp_path, monkeypat
     ]
 
 
-def test_append_row_that_fails_leaves_the_rows_of_others(tmp_path, monkeypatch):
-    """Half a row is written, another writer appends its own, and then the disk refuses the rest."""
+def test_append_row_failing_keeps_concurrent_rows(tmp_path, monkeypatch):
+    """Fail after half a row, when a second writer has appended."""
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("first"))
 
@@ -165,7 +165,7 @@ def test_append_row_that_fails_leaves_the_rows_of_others(tmp_path, monkeypatch):
 
 
 class Parts:
-    """A file whose writes are short, as the system may make them."""
+    """File with short writes, as operating systems may make them."""
 
     def __init__(self, file, most, at_last=None):
         self.file, self.most, self.at_last = file, most, at_last
@@ -182,7 +182,7 @@ class Parts:
         return getattr(self.file, name)
 
 
-def test_a_short_write_goes_on_and_is_no_full_disk(tmp_path):
+def test_append_row_continues_short_writes(tmp_path):
     with open(tmp_path / "file", "a+b", buffering=0) as file:
         stores._write_all(Parts(file, 7), b"a row of some length\n")
         assert (tmp_path / "file").read_bytes() == b"a row of some length\n"
@@ -205,9 +205,7 @@ def test_a_short_write_goes_on_and_is_no_full_disk(tmp_path):
 
 
 @pytest.mark.parametrize("number", sorted(files.FSYNC_UNSUPPORTED))
-def test_a_file_system_without_fsync_keeps_rows_and_is_warned_of_once(
-    number, tmp_path, monkeypatch
-):
+def test_append_row_warns_once_without_fsync(number, tmp_path, monkeypatch):
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
@@ -225,7 +223,7 @@ def test_a_file_system_without_fsync_keeps_rows_and_is_warned_of_once(
     assert names_in(tmp_path / "rows.jsonl") == ["a", "b"]
 
 
-def test_a_disk_that_fails_to_sync_has_no_row(tmp_path, monkeypatch):
+def test_append_row_fails_if_fsync_fails(tmp_path, monkeypatch):
     def refuse(_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -247,7 +245,7 @@ def test_a_disk_that_fails_to_sync_has_no_row(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "kind", ["a link", "a link to a link", "a relative link", "a link to no file yet"]
 )
-def test_a_link_to_a_store_shares_locks_curves_and_checkpoints(kind, tmp_path):
+def test_store_link_shares_locks_curves_and_checkpoints(kind, tmp_path):
     store, link = tmp_path / "there" / "rows.jsonl", tmp_path / "here" / "image.jsonl"
     store.parent.mkdir()
     link.parent.mkdir()
@@ -273,7 +271,7 @@ def test_a_link_to_a_store_shares_locks_curves_and_checkpoints(kind, tmp_path):
     assert sorted(path.name for path in link.parent.iterdir()) == ["image.jsonl"]
 
 
-def test_a_store_with_two_names_is_warned_of(tmp_path):
+def test_store_with_hard_links_warns(tmp_path):
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
     with warnings.catch_warnings(action="error"):
@@ -300,7 +298,7 @@ CHANGES = st.lists(
 
 
 def change(store, kind, name, value):
-    """Change a store as this program, another one or an editor does."""
+    """Change a store as this program, a different program or an editor does."""
     lines = store.read_bytes().splitlines(keepends=True) if store.exists() else []
     lines = [line for line in lines if line.endswith(b"\n")]
     if kind == "append":
@@ -330,7 +328,7 @@ def change(store, kind, name, value):
 
 @given(CHANGES)
 @settings(max_examples=100, deadline=None)
-def test_find_row_agrees_with_load_rows_whatever_happens_to_the_file(changes):
+def test_find_row_equals_load_rows_after_changes(changes):
     with (
         tempfile.TemporaryDirectory() as folder,
         warnings.catch_warnings(action="ignore", category=NotIntactWarning),
@@ -345,8 +343,8 @@ def test_find_row_agrees_with_load_rows_whatever_happens_to_the_file(changes):
                 ), one
 
 
-def test_a_row_edited_in_place_to_be_another_is_noticed_beyond_the_end(tmp_path):
-    """Lines of one length change places far from the end that is compared."""
+def test_find_row_notices_rows_edited_in_place(tmp_path):
+    """Notice swapped lines of equal length far before the end of the file."""
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
     stores.append_row(store, row("b"))
@@ -362,7 +360,7 @@ def test_a_row_edited_in_place_to_be_another_is_noticed_beyond_the_end(tmp_path)
     assert stores.append_row(store, row("b", 2)) == row("b")
 
 
-def test_a_file_that_was_written_anew_and_is_longer_is_read_anew(tmp_path):
+def test_find_row_rereads_rewritten_longer_file(tmp_path):
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
     assert stores.find_row(store, named("a")) == row("a")
@@ -373,7 +371,7 @@ def test_a_file_that_was_written_anew_and_is_longer_is_read_anew(tmp_path):
         assert stores.find_row(store, named(name)) == row(name, "x" * 50)
 
 
-def test_append_row_reads_only_what_is_new(tmp_path, monkeypatch):
+def test_append_row_reads_only_new_bytes(tmp_path, monkeypatch):
     store, read, add = tmp_path / "rows.jsonl", [], row_index.StoreIndex._add
     monkeypatch.setattr(
         row_index.StoreIndex,
@@ -385,7 +383,7 @@ def test_append_row_reads_only_what_is_new(tmp_path, monkeypatch):
     assert len(read) == 49  # every row once, the last one not yet
 
 
-def test_index_part_lets_another_process_read_only_what_is_new(tmp_path, monkeypatch):
+def test_index_part_spares_second_process_full_read(tmp_path, monkeypatch):
     store, read, add = tmp_path / "rows.jsonl", [], row_index.StoreIndex._add
     for i in range(50):
         stores.append_row(store, row(str(i)))
@@ -412,7 +410,7 @@ def test_index_part_lets_another_process_read_only_what_is_new(tmp_path, monkeyp
     assert row_index.index_part(tmp_path / "none.jsonl", ["a"]) is None
 
 
-def test_many_appends_take_time_in_proportion_to_their_number(tmp_path, monkeypatch):
+def test_append_row_time_is_linear(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
     def seconds(count):

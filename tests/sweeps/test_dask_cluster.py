@@ -1,4 +1,4 @@
-"""The same runs on a Dask cluster of two worker processes on this machine."""
+"""Sweeps on Dask clusters of worker processes on this machine."""
 
 import json
 import os
@@ -41,7 +41,7 @@ QUIET = {
 
 @pytest.fixture
 def signals(monkeypatch):
-    """Who hears Ctrl-C: one for every sweep that has begun."""
+    """Return the Ctrl-C handlers, one of every sweep that has begun."""
     found, enter = [], progress.Signals.__enter__
     monkeypatch.setattr(
         progress.Signals, "__enter__", lambda self: found.append(self) or enter(self)
@@ -53,10 +53,8 @@ def numbers(rows):
     return [(r["key"], r["status"], r["metrics"], r["bitops"]) for r in rows]
 
 
-def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_rows(
-    tmp_path, monkeypatch
-):
-    """All that listens is on loopback, and speaks HTTP: the status pages."""
+def test_dask_cluster_equals_local_rows(tmp_path, monkeypatch):
+    """Start a local cluster that listens only on loopback, and only for HTTP status pages."""
     local, answers = distributed.LocalCluster, []
 
     def listening():
@@ -88,10 +86,8 @@ def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_row
     assert list(tmp_path.glob("*.sweep")) == []
 
 
-def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(
-    tmp_path, capsys
-):
-    """As that of a batch system: nobody starts workers for a sweep that only waits for them."""
+def test_dask_adaptive_cluster_gets_work_before_workers(tmp_path, capsys):
+    """Submit runs at once, since batch systems start workers on demand."""
     specs = specs_of("CR", "ER")
     with distributed.LocalCluster(n_workers=0, processes=False, **QUIET) as cluster:
         cluster.adapt(minimum=0, maximum=2, interval="200ms")
@@ -106,7 +102,7 @@ def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(
     assert capsys.readouterr().err.count(said) == 1
 
 
-def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch, signals):
+def test_dask_sweep_stops_on_interrupt_while_waiting(tmp_path, monkeypatch, signals):
     monkeypatch.setattr(
         "cpt_lab.sweeps.dask_cluster.tqdm.write",
         lambda *_: signals[0]._handle(signal.SIGINT, None),
@@ -127,8 +123,8 @@ def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch, signa
     assert list(tmp_path.glob("*.sweep")) == []
 
 
-def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
-    """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
+def test_dask_killed_worker_resumes_from_checkpoint(tmp_path, monkeypatch):
+    """Write a checkpoint when the worker is gone, and resume on a second worker."""
     specs, store, rows = specs_of("CR", steps=700), tmp_path / "rows.jsonl", []
     monkeypatch.setattr(progress.Signals, "__enter__", lambda self: self)
     with distributed.LocalCluster(n_workers=2, host="127.0.0.1", **QUIET) as cluster:
@@ -159,8 +155,8 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
     assert numbers(rows) == numbers(run_grid(specs, tmp_path / "calm.jsonl", workers=0))
 
 
-def test_a_scheduler_that_goes_away_is_said_to_in_the_last_line(tmp_path):
-    """Of processes as people start them: in a thread of this one Dask's own loop would be torn."""
+def test_dask_lost_scheduler_is_reported_last(tmp_path):
+    """Use separate processes as users start them, not threads of this one."""
     settings = {
         "PYTHONPATH": str(ROOT),
         "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
@@ -235,7 +231,7 @@ def test_a_scheduler_that_goes_away_is_said_to_in_the_last_line(tmp_path):
     assert list(tmp_path.glob("demo/*.sweep")) == []
 
 
-def test_missing_data_and_unshared_folders_stop_the_sweep(tmp_path):
+def test_dask_sweep_needs_data_and_shared_folder(tmp_path):
     how = {"executor": "dask", "workers": 1}
     (good,) = specs_of("CR")
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
@@ -258,7 +254,7 @@ def test_missing_data_and_unshared_folders_stop_the_sweep(tmp_path):
     assert stores.load_rows(tmp_path / "rows.jsonl") == []
 
 
-def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(tmp_path, signals):
+def test_dask_sweep_interrupt_waits_for_checkpoints(tmp_path, signals):
     specs = specs_of(
         "CR", "ER", "LR", steps=20_000
     )  # too many to end before the signal
@@ -280,7 +276,7 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(tmp_path, signals):
     assert stores.load_rows(store) == []
 
 
-def test_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
+def test_dask_sweep_rejects_unreachable_scheduler(tmp_path, monkeypatch):
     monkeypatch.setattr("cpt_lab.sweeps.dask_cluster.CONNECT_SECONDS", 1)
     for address in ("tcp://127.0.0.1:9", "nonsense://x"):
         with pytest.raises(ValueError, match=f"no Dask scheduler at '{address}'"):

@@ -1,4 +1,4 @@
-"""Data reports from training to pages: printed once, stored beside the rows that name them, shown."""
+"""Data reports from training to pages: printed once, stored with their rows, shown."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def own_spec(data_folder, monkeypatch):
-    """Return a short run on six images of the user's own."""
+    """Return a short run on six images of the user's data."""
     monkeypatch.setattr(sweep, "_printed", set())
     write(data_folder / "mine", image_archives())
     base = recipe("smoke", "mine/", task="image")
@@ -30,9 +30,7 @@ def own_spec(data_folder, monkeypatch):
     )
 
 
-def test_sweep_prints_the_report_of_own_data_once_before_training(
-    own_spec, tmp_path, capsys
-):
+def test_data_report_is_printed_once_before_training(own_spec, tmp_path, capsys):
     rows = run_grid([own_spec], tmp_path / "a.jsonl", workers=0)
     assert rows[0]["status"] == "ok"
     text = capsys.readouterr().err
@@ -41,14 +39,14 @@ def test_sweep_prints_the_report_of_own_data_once_before_training(
     assert "data report" not in capsys.readouterr().err
 
 
-def test_sweep_prints_no_report_of_embedded_data(tmp_path, capsys, monkeypatch):
+def test_data_report_skips_printing_embedded_data(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep, "_printed", set())
     (row,) = run_grid(specs_of("CR"), tmp_path / "a.jsonl", workers=0)
     assert "data report" not in capsys.readouterr().err
     assert len(row["data_report"]) == 16
 
 
-def test_rows_name_a_report_that_is_stored_beside_them(own_spec, tmp_path):
+def test_data_report_is_stored_with_rows(own_spec, tmp_path):
     store = tmp_path / "a.jsonl"
     (row,) = run_grid([own_spec], store, workers=1)
     found = stores.load_data_report(store, row["data_report"])
@@ -67,7 +65,8 @@ def test_rows_name_a_report_that_is_stored_beside_them(own_spec, tmp_path):
         stores.load_data_report(store, row["data_report"])
 
 
-def test_report_is_written_once_and_an_unwritable_folder_is_named(tmp_path):
+def test_data_report_is_written_once(tmp_path):
+    """Write a data report once, and name a folder that cannot be written."""
     facts = DataReport("x/", [("read", "ten files")])
     stores.write_data_report(tmp_path / "a.jsonl", facts)
     path = stores.place(tmp_path / "a.jsonl", "data", facts.digest)
@@ -79,9 +78,7 @@ def test_report_is_written_once_and_an_unwritable_folder_is_named(tmp_path):
         stores.write_data_report(tmp_path / "b.jsonl", facts)
 
 
-def test_pages_show_facts_and_name_reports_that_are_missing(
-    own_spec, tmp_path, monkeypatch
-):
+def test_data_report_sections_name_missing_reports(own_spec, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     facts = DataReport(
         "mine/",
@@ -117,14 +114,15 @@ def test_pages_show_facts_and_name_reports_that_are_missing(
     )
 
 
-def test_page_says_that_nothing_was_left_out():
+def test_data_report_section_states_complete_data():
     sound = DataReport("mine/", [("read", "12 images")])
     (section,) = data_reports.sections([sound])
     assert section.notes[1:] == (data_reports.NOTHING_CHANGED,)
     assert data_reports.summary([sound]) == ()
 
 
-def test_report_page_and_page_of_a_try_show_the_data(own_spec, tmp_path, monkeypatch):
+def test_data_report_is_on_result_pages(own_spec, tmp_path, monkeypatch):
+    """Show the data report on the report page and the page of a precision search."""
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
     store = tmp_path / "runs" / "demo" / "image.jsonl"
     run_grid([replace(own_spec, scale="demo")], store, workers=0)
@@ -140,7 +138,7 @@ def test_report_page_and_page_of_a_try_show_the_data(own_spec, tmp_path, monkeyp
     assert f"{data_reports.TITLE} mine/" in page.read_text()
 
 
-def test_data_command_prints_the_report_and_trains_nothing(command, data_folder):
+def test_data_command_prints_report_without_training(command, data_folder):
     write(data_folder / "mine", image_archives())
     status, text, _ = command("data", "mine/", "--scale", "smoke")
     assert (status, text.splitlines()[0]) == (0, "data report of mine/")

@@ -1,4 +1,4 @@
-"""Rows certify themselves: whatever is not as it was written is noticed, named, not counted, and not destroyed."""
+"""Digests of rows: changed rows are detected, named and ignored, but never deleted."""
 
 import itertools
 import json
@@ -40,12 +40,12 @@ def written(store, *rows):
 
 
 def plain(row):
-    """The line of a row from before there were lines."""
+    """Return the line of a row as written before lines had digests."""
     return json.dumps(row, sort_keys=True).encode() + b"\n"
 
 
 def put(row, path, value):
-    """Set a value deep inside of a row."""
+    """Set a value deep inside a row."""
     *names, last = path
     for name in names:
         row = row[name]
@@ -81,7 +81,7 @@ EDITS = {  # where, what instead, and what is said of it where the digest was wr
 
 
 def forged(row, digest=None):
-    """The line of a row with a digest that is right, whatever it holds, or with another."""
+    """Return the line of a row with a valid or a given digest."""
     text = row_format.canonical(row)
     return (
         b'{"digest": "'
@@ -93,7 +93,7 @@ def forged(row, digest=None):
 
 
 def certify(store):
-    """Write the digests of rows beside their store, as those have them that are older than digests in lines."""
+    """Write the digests of rows into a separate file, as for rows older than digests in lines."""
     old = (json.loads(line) for line in store.read_bytes().splitlines())
     row_format.sidecar_path(store).write_text(
         "".join(f"{row_format.digest(row_format.canonical(row))}\n" for row in old)
@@ -108,7 +108,7 @@ CASES += [(name, next(BY_CONTENT)) for name, (*_, reason) in EDITS.items() if re
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
-def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
+def test_load_rows_ignores_and_names_edited_row(name, how, tmp_path):
     path, value, reason = EDITS[name]
     store, (first, second, third) = tmp_path / "rows.jsonl", rows()
     if how == "beside the store":
@@ -158,8 +158,8 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
     ],
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_rows_that_other_programs_wrote_again_are_intact(dump, end, tmp_path):
-    """Stores are put together by hand, sorted, sent through other tools."""
+def test_digests_survive_rewriting_by_programs(dump, end, tmp_path):
+    """Accept stores that were merged, sorted or reformatted."""
     odd = {
         **rows()[0],
         "title": '\u00fc \u2028 \\ " }{',
@@ -200,9 +200,7 @@ ANYTHING = st.recursive(
     {}, {"file": ["\udcc3", "\u2028\x00\n", 2**64 - 1, -0.0, 5e-324, {"": None}]}, False
 )  # a file's odd name
 @settings(max_examples=50, deadline=None)
-def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(
-    spec, more, old
-):
+def test_row_of_any_content_round_trips(spec, more, old):
     row = {**more, "schema": 1, "key": key_of(spec), "spec": spec, "status": "ok"}
     row.pop("digest", None)
     assume(
@@ -224,7 +222,7 @@ def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(
         assert stores.find_row(store, row["key"]) is not None
 
 
-def test_stores_may_be_put_together_and_two_results_of_a_run_are_named(tmp_path):
+def test_load_rows_reports_conflicting_results(tmp_path):
     store, (first, second, third) = tmp_path / "rows.jsonl", rows()
     failed = {**first, "status": "failed", "metrics": [], "error": "x"}
     later = {
@@ -247,7 +245,7 @@ def test_stores_may_be_put_together_and_two_results_of_a_run_are_named(tmp_path)
     assert re.match(rf"3 of 3 rows intact; .*{said}", str(integrity([store])))
 
 
-def test_rows_of_before_have_their_digests_beside_their_store(tmp_path):
+def test_integrity_reads_digests_of_old_rows(tmp_path):
     store, (first, second, third) = tmp_path / "rows.jsonl", rows()
     written(store, plain(first), second)
     assert stores.load_rows(store) == [
@@ -264,7 +262,7 @@ def test_rows_of_before_have_their_digests_beside_their_store(tmp_path):
 
 
 @pytest.mark.slow
-def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
+def test_verify_and_claims_report_intact_rows(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: tmp_path)
     monkeypatch.setattr("cpt_lab.sweeps.verify.results_dir", lambda: tmp_path)
@@ -282,7 +280,7 @@ def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
         assert said in done.output
 
 
-def test_what_is_no_row_is_not_written(tmp_path):
+def test_append_row_rejects_invalid_row(tmp_path):
     (row, *_) = rows()
     for change, reason in (
         ({"key": "0" * 16}, "key 0+ is not that of its spec"),

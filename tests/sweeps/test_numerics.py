@@ -1,4 +1,4 @@
-"""Rows of other numerics: which they are, and what a sweep, a table, a report and verify say of them."""
+"""Rows of different numerics versions: how sweeps, tables, reports and verify treat them."""
 
 import json
 import warnings
@@ -23,7 +23,7 @@ SPECS = quietly(specs_of, "CR", "RR", "LR")
 
 
 def row_by(spec, release=None, value=0.5, **changes):
-    """Return a row as a release wrote it that knew no numerics, or today's."""
+    """Return a row as written by a release before numerics versions, or by the current one."""
     row = stored_row(spec, value, **changes)
     if release is not None:
         del row["numerics"]
@@ -39,7 +39,7 @@ def store_of(folder, *rows):
 
 @pytest.fixture
 def old_store(tmp_path):
-    """Make a store with a row of 0.1.0, one of 0.2.0 and none of the third run."""
+    """Return a store with a row of 0.1.0, one of 0.2.0 and none of the third run."""
     return store_of(tmp_path, row_by(SPECS[0], "0.1.0"), row_by(SPECS[1], "0.2.0"))
 
 
@@ -78,11 +78,11 @@ def old_store(tmp_path):
         ({}, None),
     ],
 )
-def test_numerics_of_follow_from_field_or_release(row, version):
+def test_numerics_of_reads_field_or_release(row, version):
     assert numerics_of(row) == version
 
 
-def test_committed_rows_are_of_these_numerics():
+def test_committed_rows_have_current_numerics():
     counts = numerics.count_numerics(
         row for path in results_dir().glob("*.jsonl") for row in load_rows(path)
     )
@@ -90,7 +90,7 @@ def test_committed_rows_are_of_these_numerics():
     assert counts[NUMERICS] > 7000
 
 
-def test_newest_prefers_these_numerics_among_finished_rows():
+def test_newest_prefers_current_numerics():
     old, now = row_by(SPECS[0], "0.1.0", value=0.1), row_by(SPECS[0], value=0.9)
     old["provenance"] = {**old["provenance"], "started": "2027-01-01"}
     failed = {**row_by(SPECS[0]), "status": "failed"}
@@ -98,8 +98,8 @@ def test_newest_prefers_these_numerics_among_finished_rows():
     assert newest([old, failed])[old["key"]] == old
 
 
-def test_rows_of_several_numerics_are_not_in_doubt(tmp_path):
-    """Other numerics give other results; within a version two results of a run are in doubt."""
+def test_integrity_allows_results_of_several_numerics(tmp_path):
+    """Report conflicting results of a run only within one numerics version."""
     same = store_of(
         tmp_path, row_by(SPECS[0], "0.1.0", 0.1), row_by(SPECS[0], "0.3.0", 0.9)
     )
@@ -110,7 +110,7 @@ def test_rows_of_several_numerics_are_not_in_doubt(tmp_path):
     assert len(integrity([differs]).doubts) == 1
 
 
-def test_tables_warn_of_other_numerics_and_name_them(old_store):
+def test_table_warns_of_old_numerics(old_store):
     stores.append_row(old_store, row_by(SPECS[2]))
     with pytest.warns(
         OtherNumericsWarning,
@@ -129,14 +129,14 @@ def test_tables_warn_of_other_numerics_and_name_them(old_store):
     assert frame["numerics"].isna().tolist() == [False, True]
 
 
-def test_tables_of_these_numerics_and_of_failed_rows_warn_of_nothing():
+def test_table_of_current_numerics_does_not_warn():
     failed = {**row_by(SPECS[1], "0.1.0"), "status": "failed", "error": "MemoryError"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", OtherNumericsWarning)
         assert table([row_by(SPECS[0]), failed])["numerics"].tolist() == [2, 1]
 
 
-def test_run_grid_uses_old_rows_and_says_so(old_store):
+def test_run_grid_uses_old_rows_and_warns(old_store):
     with pytest.warns(OtherNumericsWarning) as caught:
         rows = run_grid(SPECS, old_store, workers=0)
     (said,) = (str(one.message) for one in caught)
@@ -150,7 +150,8 @@ def test_run_grid_uses_old_rows_and_says_so(old_store):
     assert len(old_store.read_text().splitlines()) == 3
 
 
-def test_run_grid_reruns_old_rows_and_keeps_them(old_store):
+def test_run_grid_reruns_old_rows_on_demand(old_store):
+    """Rerun rows of old numerics with ``rerun_old=True``, and keep the old rows in the store."""
     before = old_store.read_text()
     rows = run_grid(SPECS[:2], old_store, workers=0, rerun_old=True)
     assert [numerics_of(row) for row in rows] == [NUMERICS, NUMERICS]
@@ -164,19 +165,19 @@ def test_run_grid_reruns_old_rows_and_keeps_them(old_store):
     assert old_store.read_text() == after
 
 
-def test_run_grid_of_these_numerics_warns_of_nothing(old_store):
+def test_run_grid_of_current_numerics_is_silent(old_store):
     rows = run_grid(SPECS[1:2], old_store, workers=0)
     assert rows[0]["status"] == "ok"
 
 
-def test_append_row_keeps_a_finished_row_of_the_same_numerics(tmp_path):
+def test_append_row_keeps_row_of_equal_numerics(tmp_path):
     store = store_of(tmp_path, row_by(SPECS[0], "0.1.0", 0.1))
     first = stores.append_row(store, row_by(SPECS[0], value=0.5))
     assert stores.append_row(store, row_by(SPECS[0], value=0.9)) == first
     assert len(store.read_text().splitlines()) == 2
 
 
-def test_verify_does_not_compare_other_numerics(tmp_path, monkeypatch, command):
+def test_verify_skips_rows_of_different_numerics(tmp_path, monkeypatch, command):
     old, recent = (
         row_by(SPECS[0], "0.1.0", metrics=[], evaluations=[]),
         row_by(SPECS[1], "0.2.0"),
@@ -195,8 +196,8 @@ def test_verify_does_not_compare_other_numerics(tmp_path, monkeypatch, command):
     assert verify.compare(old, row_by(SPECS[0]), []).verdict == "not comparable"
 
 
-def test_verify_takes_seeds_of_the_same_numerics_alone():
-    """How far seeds differ is asked of rows of one version."""
+def test_verify_tolerance_uses_seeds_of_equal_numerics():
+    """Measure the spread of seeds within one numerics version."""
     specs = specs_of("CR", seeds=tuple(range(5)))
     now = [row_by(spec, value=0.5 + 0.01 * i) for i, spec in enumerate(specs)]
     old = [row_by(spec, "0.1.0", value=0.1 * i) for i, spec in enumerate(specs)]

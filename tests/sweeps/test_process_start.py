@@ -1,4 +1,4 @@
-"""Processes of runs: what keeps them from starting is no result, and signals of terminals and batch systems."""
+"""Processes of runs: start failures are no results, and signals of terminals and batch systems stop sweeps."""
 
 import os
 import pty
@@ -35,7 +35,7 @@ NEVER_BEGUN = "the process of the run ended with status 1 and no result"
 
 
 def python(*words, **how):
-    """Run Python in a folder of its own, and return the finished process."""
+    """Run Python in a separate folder, and return the finished process."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     pipes = {"capture_output": True, "text": True, "timeout": 300}
     return subprocess.run(
@@ -44,8 +44,8 @@ def python(*words, **how):
 
 
 @pytest.mark.slow
-def test_run_grid_names_the_guard_that_a_script_lacks_and_runs_with_it(tmp_path):
-    """The store holds what an earlier version said of such a script, too."""
+def test_run_grid_names_missing_main_guard(tmp_path):
+    """Rerun the failed rows that earlier versions stored for scripts without a guard."""
     script, store = tmp_path / "my script.py", tmp_path / "rows.jsonl"
     (spec,) = specs_of("CR")
     old = {
@@ -74,7 +74,7 @@ def test_run_grid_names_the_guard_that_a_script_lacks_and_runs_with_it(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("top", ["raise KeyError('no argument')", "sys.exit(3)"])
-def test_run_grid_names_a_script_that_cannot_be_imported_again(top, tmp_path):
+def test_run_grid_names_unimportable_script(top, tmp_path):
     script, store = tmp_path / "script.py", tmp_path / "rows.jsonl"
     script.write_text(
         f'import sys\nif __name__ != "__main__":\n    {top}\n{SWEEP}\n{GUARDED}'
@@ -88,7 +88,7 @@ def test_run_grid_names_a_script_that_cannot_be_imported_again(top, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stdin", "a script that is gone"])
-def test_run_grid_runs_from_a_main_that_is_in_no_file(kind, tmp_path):
+def test_run_grid_runs_from_main_without_file(kind, tmp_path):
     text, store = f"{SWEEP}\nmain()\n", tmp_path / "rows.jsonl"
     if kind == "stdin":
         done = python("-", store, input=text)
@@ -100,13 +100,13 @@ def test_run_grid_runs_from_a_main_that_is_in_no_file(kind, tmp_path):
 
 
 class Unreadable:
-    """What a new process cannot read."""
+    """Object that a new process cannot unpickle."""
 
     def __reduce__(self):
         return os._exit, (5,)
 
 
-def test_supervise_stores_nothing_of_a_process_that_never_begins(tmp_path):
+def test_supervise_stores_no_row_before_start(tmp_path):
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl")
     refused(
         r"ended with status 5 before it had begun",
@@ -134,7 +134,7 @@ def test_supervise_stores_nothing_of_a_process_that_never_begins(tmp_path):
         ("", False),
     ],
 )
-def test_a_failed_row_of_a_run_that_never_began_is_run_again(error, again, tmp_path):
+def test_run_grid_retries_runs_that_never_began(error, again, tmp_path):
     (spec,), store = specs_of("CR"), tmp_path / "rows.jsonl"
     stores.append_row(
         store, {**stores.describe(spec), "status": "failed", "error": error}
@@ -148,7 +148,7 @@ def test_a_failed_row_of_a_run_that_never_began_is_run_again(error, again, tmp_p
 
 @pytest.fixture(autouse=True)
 def default_signals():
-    """Answer signals as a program does that was not started by nohup; processes inherit that."""
+    """Reset signal handlers to those of a program not started by nohup; children inherit them."""
     before = {
         number: signal.signal(number, signal.SIG_DFL) for number in signals.PASSED_ON
     }
@@ -158,9 +158,7 @@ def default_signals():
 
 
 @pytest.mark.parametrize("number", signals.PASSED_ON)
-def test_signals_of_terminals_and_batch_systems_stop_a_sweep_however_often_they_come(
-    number, capsys
-):
+def test_signals_repeated_stop_sweep_once(number, capsys):
     before = signal.getsignal(number)
     with Signals() as found:
         os.kill(os.getpid(), number)
@@ -174,8 +172,8 @@ def test_signals_of_terminals_and_batch_systems_stop_a_sweep_however_often_they_
     )
 
 
-def test_a_signal_that_is_ignored_or_answered_by_somebody_stays_so():
-    """As SIGHUP under nohup, and SIGUSR1 in a program of the user's."""
+def test_signals_keep_ignored_or_custom_handlers():
+    """Keep SIGHUP ignored under nohup, and SIGUSR1 handlers of the user."""
     heard = []
     before = (
         signal.signal(signal.SIGHUP, signal.SIG_IGN),
@@ -191,8 +189,8 @@ def test_a_signal_that_is_ignored_or_answered_by_somebody_stays_so():
         signal.signal(signal.SIGUSR1, before[1])
 
 
-def test_say_survives_a_terminal_that_is_gone(tmp_path):
-    """Also at the end of the program, where Python writes what is left."""
+def test_say_survives_closed_terminal(tmp_path):
+    """Exit cleanly although Python flushes stderr at the end."""
     code = "import os, sys; from cpt_lab.signals import say; os.close(r); say('a\\n'); say('b\\n'); sys.exit(130)"
     prefix = "import os; r, w = os.pipe(); os.dup2(w, 2); os.close(w); "
     done = python("-c", prefix + code)
@@ -214,7 +212,7 @@ WORDS = [
 
 
 def begun(folder):
-    """Wait until a run of the sweep has been claimed; return the process that has it."""
+    """Wait until a run of the sweep has been claimed; return the process that holds it."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -228,9 +226,7 @@ def begun(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups and /proc")
 @pytest.mark.parametrize("how", ["SIGUSR1 to all", "the terminal closes"])
-def test_cpt_run_stops_with_checkpoints_when_its_terminal_or_its_time_ends(
-    how, tmp_path, monkeypatch
-):
+def test_run_command_stops_with_checkpoints_on_signals(how, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     ours, theirs = pty.openpty()
     text = tmp_path / "said"
@@ -275,7 +271,7 @@ def test_cpt_run_stops_with_checkpoints_when_its_terminal_or_its_time_ends(
 
 
 def own_terminal():
-    """Make the terminal on stdin that of this session, so that it hears when that is closed."""
+    """Make the terminal on stdin the controlling terminal, so that its closing sends SIGHUP."""
     import fcntl
     import termios
 

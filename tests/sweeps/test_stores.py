@@ -1,4 +1,4 @@
-"""The file of rows, and what lies beside it."""
+"""Stores: files of rows, and their folders of curves, checkpoints, locks and logs."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def row(name, value=1, status="ok"):
     }
 
 
-def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
+def test_store_newest_row_wins_unless_failed(tmp_path):
     store = tmp_path / "rows.jsonl"
     for r in (row("a", 1, "failed"), row("b"), row("a", 2, "failed"), row("a", 3)):
         assert stores.append_row(store, r) == r
@@ -90,7 +90,7 @@ RANKED = [
 
 @pytest.mark.filterwarnings("ignore:rows are in doubt")
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(RANKED, 2)))
-def test_one_key_has_one_winner_in_whatever_order_it_comes(first, second, tmp_path):
+def test_store_winner_is_independent_of_order(first, second, tmp_path):
     assert list(stores.newest([first, second]).values()) == [first]
     assert list(stores.newest([second, first]).values()) == [first]
     store = write_rows(tmp_path / "rows.jsonl", first, second)
@@ -98,7 +98,7 @@ def test_one_key_has_one_winner_in_whatever_order_it_comes(first, second, tmp_pa
     assert stores.find_row(store, named("a")) == first
 
 
-def test_rows_of_one_moment_are_told_apart_by_content_not_by_place():
+def test_store_ties_are_broken_by_content():
     one, other = (
         {**from_tree("2026-11-22T10:00:00+00:00", value=v), "store": s}
         for v, s in ((1, "z"), (2, "a"))
@@ -121,7 +121,7 @@ def test_rows_of_one_moment_are_told_apart_by_content_not_by_place():
         ({}, "there is no commit to name"),
     ],
 )
-def test_rows_that_no_commit_gives_again_are_not_kept(
+def test_store_rejects_irreproducible_rows_among_results(
     where, reason, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(stores, "results_dir", lambda: tmp_path / "results")
@@ -151,8 +151,8 @@ LINE = line_of(row("b", "a \\ b"))
         b'{"schema": 1, "k',
     ],
 )
-def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, zeros, tmp_path):
-    """Zeros are what a power cut may leave of a file that was made longer."""
+def test_store_truncated_last_line_is_removed(torn, zeros, tmp_path):
+    """Also remove zeros that a power cut may leave at the end of a file."""
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
     with open(store, "ab") as f:
@@ -163,8 +163,8 @@ def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, zeros, tmp_path):
 
 
 @pytest.mark.parametrize("after", [b"", b"\0\0", b" ", b"\r"])
-def test_a_whole_row_without_the_end_of_its_line_is_a_row(after, tmp_path):
-    """An editor that saved the file, or somebody who put two together."""
+def test_store_accepts_row_without_line_end(after, tmp_path):
+    """Read rows after an editor or a merge removed the final newline."""
     store = tmp_path / "rows.jsonl"
     store.write_bytes(line_of(row("a")) + LINE.rstrip() + after)
     assert stores.find_row(store, named("b")) == row("b", "a \\ b")
@@ -200,8 +200,8 @@ PIECES = st.sampled_from(
 @example([LINE.rstrip(), LINE.rstrip()], "c")
 @example([LINE[:30], line_of(row("b")).rstrip()], "c")
 @settings(max_examples=200, deadline=None)
-def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
-    """Whatever a file holds: either nothing is added, or all but the torn beginning of a row stays as it is."""
+def test_append_row_removes_only_truncated_row_start(pieces, name):
+    """Either add no row, or change nothing but a truncated row at the end."""
     with (
         tempfile.TemporaryDirectory() as folder,
         warnings.catch_warnings(action="ignore", category=NotIntactWarning),
@@ -251,7 +251,7 @@ def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
         (b'{"schema": 1, "k\n{"schema": 1}\n', "line 1 is no JSON"),
     ],
 )
-def test_broken_lines_and_other_schemas_are_named(content, message, tmp_path):
+def test_load_rows_names_broken_lines_and_schemas(content, message, tmp_path):
     store = tmp_path / "rows.jsonl"
     store.write_bytes(content)
     refused(rf"rows\.jsonl.*{message}", stores.load_rows, store)
@@ -259,7 +259,7 @@ def test_broken_lines_and_other_schemas_are_named(content, message, tmp_path):
 
 
 def results(number):
-    """Return a finished row whose numbers come from a function of their names."""
+    """Return a finished row with numbers from a function of their names."""
     point = {"step": 4, "precision": "q_max", "bits": 8}
     numbers = {
         name: number(name)
@@ -295,9 +295,8 @@ results(NUMBERS.append)  # their names
         st.sampled_from([float(x) for x in ("nan", "inf", "-inf")]),
     )
 )
-def test_a_number_that_is_not_finite_is_null_wherever_it_stands_and_its_run_diverged(
-    status, bad
-):
+def test_append_row_stores_non_finite_as_null(status, bad):
+    """Store NaN and infinity as null, and mark the run as diverged."""
     given_row = results(lambda name: bad.get(name, 0.5)) | {"status": status}
     plain = json.dumps(given_row)  # which writes what is no JSON
     with tempfile.TemporaryDirectory() as folder:
@@ -316,8 +315,8 @@ def test_a_number_that_is_not_finite_is_null_wherever_it_stands_and_its_run_dive
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs a limit on the size of files"
 )
-def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
-    """A limit on the size of files stands for the disk: the kernel writes a part of the row and then refuses."""
+def test_append_row_restores_store_on_full_disk(tmp_path):
+    """Simulate a full disk by a limit on file size: the kernel writes part of a row."""
     store, checkpoint = (
         tmp_path / "rows.jsonl",
         stores.place(tmp_path / "rows.jsonl", "checkpoints", named("b")),
@@ -341,7 +340,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
         checkpoint.touch()
 
 
-def test_a_store_whose_lock_is_held_says_so(tmp_path, monkeypatch):
+def test_store_reports_held_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "LOCK_SECONDS", 0.1)
     with FileLock(tmp_path / "rows.jsonl.lock"):
         with pytest.raises(
@@ -357,9 +356,7 @@ def test_a_store_whose_lock_is_held_says_so(tmp_path, monkeypatch):
         )
 
 
-def test_a_store_that_cannot_be_written_is_noticed_before_the_work(
-    tmp_path, monkeypatch
-):
+def test_check_writable_rejects_unwritable_store(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(
         StoreError,
@@ -401,7 +398,7 @@ ROWS = st.lists(
 
 @given(ROWS, st.booleans())
 @settings(max_examples=50)
-def test_a_run_is_found_as_reading_everything_finds_it(rows, torn):
+def test_find_row_equals_load_rows(rows, torn):
     rows = [row(name, "x" * n, status) for name, status, n in rows]
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "rows.jsonl"
@@ -412,9 +409,8 @@ def test_a_run_is_found_as_reading_everything_finds_it(rows, torn):
             assert stores.find_row(store, key) == stores.newest(rows).get(key)
 
 
-def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(
-    tmp_path, monkeypatch
-):
+def test_append_row_keeps_row_written_meanwhile(tmp_path, monkeypatch):
+    """Keep a result that arrives while the writer waits for the lock."""
     store, lock = tmp_path / "rows.jsonl", stores._lock
 
     def first_the_other(path):
@@ -427,7 +423,7 @@ def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(
     assert stores.load_rows(store) == [row("a", 1)]
 
 
-def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
+def test_append_row_syncs_file_and_folder(tmp_path, monkeypatch):
     store, synced, fsync = tmp_path / "rows.jsonl", [], os.fsync
     monkeypatch.setattr(
         os,
@@ -447,7 +443,8 @@ def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
 # --- claims ---------------------------------------------------------------------------------------
 
 
-def test_one_claims_a_run_at_a_time_and_the_file_that_stays_is_no_claim(tmp_path):
+def test_claim_is_exclusive_per_run(tmp_path):
+    """Let one process claim a run at a time, and ignore unlocked lock files."""
     store = tmp_path / "folder" / "rows.jsonl"
     for _ in range(2):
         with (
@@ -469,7 +466,7 @@ def test_one_claims_a_run_at_a_time_and_the_file_that_stays_is_no_claim(tmp_path
         assert mine
 
 
-def test_waiting_for_a_claim_ends_when_it_is_free_or_when_asked(tmp_path):
+def test_claim_waits_until_free_or_cancelled(tmp_path):
     store, free, taken = tmp_path / "rows.jsonl", threading.Event(), threading.Event()
 
     def hold():
@@ -504,9 +501,10 @@ def hold_and_sleep(store, ready):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_holder_that_is_killed_loses_its_claim_at_once_also_while_its_children_live(
+def test_claim_ends_when_holder_is_killed(
     tmp_path,
 ):
+    """Release the claim of a killed process although its children live."""
     store, ready = tmp_path / "rows.jsonl", PROCESSES.Queue()
     process = PROCESSES.Process(target=hold_and_sleep, args=(store, ready))
     process.start()
@@ -524,7 +522,7 @@ def test_a_holder_that_is_killed_loses_its_claim_at_once_also_while_its_children
 # --- curves and keys ------------------------------------------------------------------------------
 
 
-def test_curves_hold_every_step_and_its_evaluations(tmp_path):
+def test_load_curve_has_every_step_and_evaluation(tmp_path):
     store = tmp_path / "rows.jsonl"
     history = {
         "step": [0, 1, 2],
@@ -570,8 +568,8 @@ def test_curves_hold_every_step_and_its_evaluations(tmp_path):
         stores.write_curve(tmp_path / "full.jsonl", "abc", history)
 
 
-def test_keys_never_change():
-    """The key is the name of a run in every store there is: a change of it must be a new SPEC_VERSION."""
+def test_spec_keys_never_change():
+    """Require a new SPEC_VERSION for any change of the key."""
     known = {
         ("demo", "digits", "mlp6", "CR"): "ce573962865680b4",
         ("demo", "cifar10", "resnet8_w8", "RTH"): "315242d418236be9",
@@ -590,7 +588,7 @@ def test_keys_never_change():
 @pytest.mark.parametrize(
     "path", sorted(results_dir().glob("*.jsonl")), ids=lambda p: p.stem
 )
-def test_the_committed_rows_are_intact_with_their_keys_their_numbers_and_their_source(
+def test_committed_rows_are_intact_and_reproducible(
     path,
 ):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -624,7 +622,7 @@ def write_many(store, worker):
             stores.load_rows(store)  # a reader never sees a broken line
 
 
-def test_many_writers(tmp_path):
+def test_append_row_with_many_writers(tmp_path):
     store = tmp_path / "rows.jsonl"
     workers = [PROCESSES.Process(target=write_many, args=(store, w)) for w in range(6)]
     for w in workers:
@@ -649,7 +647,7 @@ def compete(store, log, stop):
                     f.write(f"{os.getpid()} out\n")
 
 
-def test_nobody_comes_in_between(tmp_path):
+def test_claim_excludes_competing_processes(tmp_path):
     stop, log = PROCESSES.Event(), tmp_path / "log"
     crowd = [
         PROCESSES.Process(target=compete, args=(tmp_path / "rows.jsonl", log, stop))

@@ -1,4 +1,4 @@
-"""Sweeps: what is there is not run again, what fails fails alone, what is interrupted goes on."""
+"""Sweeps: finished runs are skipped, failures stay isolated, interrupted sweeps resume."""
 
 import json
 import os
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Count the runs and make them cheap, but leave storing and resuming as they are."""
+    """Count the runs and make them cheap, with real storing and resuming."""
     ran = []
 
     def fake(job, should_stop):
@@ -68,7 +68,7 @@ def touch(*paths):
 
 
 class TestStore:
-    def test_what_is_there_is_not_run_again(self, quick, tmp_path, monkeypatch):
+    def test_run_grid_skips_finished_runs(self, quick, tmp_path, monkeypatch):
         store = tmp_path / "rows.jsonl"
         run_grid(specs_of("CR"), store, workers=0)
         rows = run_grid(
@@ -82,8 +82,8 @@ class TestStore:
             len(run_grid(specs_of("CR"), store, workers=2)) == 1
         )  # nothing to do starts nothing
 
-    def test_failures_stay_and_are_retried_on_demand(self, quick, tmp_path):
-        """Options are one value, and single ones change it."""
+    def test_run_grid_retries_failures_on_demand(self, quick, tmp_path):
+        """Retry failed runs only with ``retry_failed``; accept options as an object and as overrides."""
         store, options = tmp_path / "rows.jsonl", SweepOptions(workers=0)
         rows = run_grid(specs_of("RR", "CR"), store, options)
         assert [r["status"] for r in rows] == ["failed", "ok"]
@@ -93,9 +93,8 @@ class TestStore:
         assert quick == ["RR", "CR", "RR"]
         assert len(store.read_text().splitlines()) == 3  # appended, not edited
 
-    def test_what_a_killed_process_left_half_written_goes_before_its_run(
-        self, quick, tmp_path
-    ):
+    def test_run_grid_removes_temporary_files_first(self, quick, tmp_path):
+        """Remove temporary files that a killed process left for the same run only."""
         store, (spec, other) = tmp_path / "rows.jsonl", specs_of("CR", "LR")
         left, kept = (
             [place.with_name(f"{place.name}.123.tmp") for place in files_of(store, s)]
@@ -105,7 +104,8 @@ class TestStore:
         run_grid([spec], store, workers=0)
         assert [path.exists() for path in (*left, *kept)] == [False] * 2 + [True] * 2
 
-    def test_checkpoints_go_with_the_row_but_stay_with_a_failure(self, quick, tmp_path):
+    def test_run_grid_removes_checkpoints_of_finished_runs(self, quick, tmp_path):
+        """Remove checkpoints when the row is stored, but keep those of failed runs."""
         store, (good, bad), other = (
             tmp_path / "rows.jsonl",
             specs_of("CR", "RR"),
@@ -130,7 +130,9 @@ class TestStore:
             }
         assert quick == ["CR", "RR", "RR"]
 
-    def test_what_is_kept_comes_from_a_clean_tree(self, quick, tmp_path, monkeypatch):
+    def test_run_grid_requires_clean_tree_for_results(
+        self, quick, tmp_path, monkeypatch
+    ):
         monkeypatch.setattr(stores, "results_dir", lambda: tmp_path)
         tree = {"commit": "1234567890", "dirty": True}
         monkeypatch.setattr(sweep_module, "commit", lambda: tree)
@@ -149,8 +151,8 @@ class TestStore:
 
 
 @pytest.mark.slow
-def test_runs_that_diverge_count_in_this_process_and_in_others(tmp_path):
-    """The update that breaks a run is followed by an evaluation, or by the next loss: both are the same divergence."""
+def test_run_grid_marks_diverged_runs(tmp_path):
+    """Detect divergence in the evaluation or the next loss, in-process and in workers."""
     settings = ((1, 1e20), (5, 1e20), (5, 1e15), (5, 0.01))
     specs = [
         specs_of("CR", evaluate_every=every, clip=None, lr=lr)[0]
@@ -171,7 +173,7 @@ def test_runs_that_diverge_count_in_this_process_and_in_others(tmp_path):
         assert [row.get(name) for row in apart] == [row.get(name) for row in here]
 
 
-def test_rows_are_complete(tmp_path):
+def test_run_grid_rows_are_complete(tmp_path):
     store = tmp_path / "rows.jsonl"
     (row,) = run_grid(specs_of("CR", steps=20), store, workers=0)
     assert (row["status"], row["device"]) == ("ok", "cpu")
@@ -200,9 +202,10 @@ OF_THE_PROCESS = ("seconds", "peak_memory", "provenance")
 
 
 @pytest.mark.slow
-def test_processes_give_the_rows_of_this_one_also_where_runs_share_one_and_leave_only_results(
+def test_run_grid_processes_equal_in_process_rows(
     tmp_path,
 ):
+    """Give equal rows in this process, in worker processes, and with several runs per process."""
     specs = specs_of("CR", "ER", "LR", steps=20)
     stored, beside, curves = [], [], []
     for name, workers, together in (("a", 0, 1), ("b", 2, 1), ("c", 2, 2)):
@@ -241,10 +244,8 @@ def test_processes_give_the_rows_of_this_one_also_where_runs_share_one_and_leave
     assert {path.suffix for path in (tmp_path / "c.logs").iterdir()} == {".log"}
 
 
-def test_a_run_has_the_environment_of_now_its_gpu_its_threads_and_its_part_of_the_cores(
-    tmp_path, monkeypatch
-):
-    """The server that processes are forked from keeps the environment of its start."""
+def test_run_process_gets_environment_gpu_and_cores(tmp_path, monkeypatch):
+    """Pass the current environment, since the fork server has an older one."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cores = usable_cores()
     assert told(tmp_path, gpu=1) == {
@@ -271,7 +272,7 @@ def test_a_run_has_the_environment_of_now_its_gpu_its_threads_and_its_part_of_th
 
 
 def told(folder, **job):
-    """What the process of a run says of itself."""
+    """Return what the process of a run reports about itself."""
     return supervise(Job(specs_of("CR")[0], folder / "rows.jsonl", **job), work=tell)[
         0
     ].row
@@ -299,9 +300,7 @@ def fail_at_the_end(session):
     raise RuntimeError("the last evaluation failed")
 
 
-def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(
-    tmp_path, monkeypatch, caplog
-):
+def test_run_grid_resumes_failed_run_from_checkpoint(tmp_path, monkeypatch, caplog):
     (spec,), store, how = (
         specs_of("CR", steps=20),
         tmp_path / "rows.jsonl",
@@ -368,7 +367,7 @@ def append_and_die(job, stop, on_start):
         ),
     ],
 )
-def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tmp_path):
+def test_supervise_stores_failure_of_dead_process(work, words, tmp_path):
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl")
     (outcome,) = supervise(job, work=work)
     assert outcome.row["status"] == "failed"
@@ -376,7 +375,7 @@ def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tm
     assert stores.load_rows(job.store) == [outcome.row]
 
 
-def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkeypatch):
+def test_supervise_fails_hanging_run_at_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr("cpt_lab.sweeps.process.GRACE_SECONDS", 0.5)
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", SweepOptions(timeout=0.5))
     (outcome,) = supervise(job, work=hang)
@@ -387,7 +386,7 @@ def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_slow_run_is_failed_with_its_checkpoint_and_goes_on_when_retried(tmp_path):
+def test_run_grid_resumes_timed_out_run(tmp_path):
     (spec,) = specs_of("CR", steps=1000)
     store = tmp_path / "rows.jsonl"
     (row,) = run_grid([spec], store, workers=1, timeout=0.5)
@@ -401,7 +400,7 @@ def test_a_slow_run_is_failed_with_its_checkpoint_and_goes_on_when_retried(tmp_p
     assert "goes on from step" in stores.place(store, "logs", spec.key).read_text()
 
 
-def test_a_process_that_dies_after_its_row_has_not_failed(tmp_path):
+def test_supervise_accepts_process_dying_after_row(tmp_path):
     job = Job(specs_of("CR", steps=20)[0], tmp_path / "rows.jsonl")
     assert supervise(job, work=append_and_die)[0].row["status"] == "ok"
     assert len(job.store.read_text().splitlines()) == 1
@@ -409,7 +408,7 @@ def test_a_process_that_dies_after_its_row_has_not_failed(tmp_path):
 
 @pytest.fixture
 def first_process(monkeypatch):
-    """What lets the first process of a sweep do other work, and returns the jobs that are tried from then on."""
+    """Return a function that sets the first process's work, and returns the jobs tried afterwards."""
 
     def does(work):
         tried = []
@@ -424,9 +423,7 @@ def first_process(monkeypatch):
     return does
 
 
-def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(
-    tmp_path, monkeypatch, first_process
-):
+def test_run_grid_stops_on_full_disk(tmp_path, monkeypatch, first_process):
     monkeypatch.setattr(
         stores, "check_writable", lambda store: store.parent.mkdir(exist_ok=True)
     )  # fills up later
@@ -461,7 +458,7 @@ def no_room(job, stop, on_start):
         (ended_by_somebody, ["CR"], [0, 0]),
     ],
 )
-def test_runs_whose_process_they_share_dies_or_somebody_ends_start_again(
+def test_run_grid_restarts_runs_of_dead_process(
     work, arms, beside, tmp_path, first_process
 ):
     tried = first_process(work)
@@ -486,7 +483,7 @@ def test_runs_whose_process_they_share_dies_or_somebody_ends_start_again(
         ({"scale": "paper"}, {"workers": 1, "device": "cpu"}, [1] * 8),
     ],
 )
-def test_how_many_runs_share_a_process(changes, options, sizes, tmp_path):
+def test_jobs_share_processes_evenly(changes, options, sizes, tmp_path):
     specs = [
         replace(spec, **changes)
         for spec in specs_of("CR", "ER", "LR", "LT", seeds=(0, 1), steps=20)
@@ -502,7 +499,7 @@ def test_how_many_runs_share_a_process(changes, options, sizes, tmp_path):
     )
 
 
-def test_side_by_side_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
+def test_together_is_rejected_with_timeout_or_gpu(tmp_path, monkeypatch):
     refused(
         r"timeout=5.0 is of a run alone in its process; got together=2",
         SweepOptions,
@@ -523,9 +520,7 @@ def test_side_by_side_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
 # --- who else is there ----------------------------------------------------------------------------
 
 
-def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a_bar(
-    tmp_path, capsys
-):
+def test_run_grid_waits_for_concurrent_sweep(tmp_path, capsys):
     spec, other = specs_of("CR", "ER", steps=20)
     store = tmp_path / "rows.jsonl"
     with stores.claim(store, spec.key) as mine:
@@ -559,8 +554,8 @@ def test_a_run_that_another_sweep_has_is_waited_for_which_is_said_also_without_a
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups and /proc")
-def test_nothing_is_lost_whoever_is_killed():
-    """A sample of `python -m bench.kill_sweep`, over runs of one seed; Ctrl-C alone is below."""
+def test_sweep_survives_killed_processes():
+    """Sample ``python -m bench.kill_sweep`` over runs of one seed."""
     done = torture(
         len(KINDS) - 1,
         seed=random.randrange(10**6),
@@ -588,9 +583,7 @@ WORDS = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
-def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(
-    tmp_path, monkeypatch, command
-):
+def test_run_command_resumes_after_interrupt(tmp_path, monkeypatch, command):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     child = [sys.executable, "-c", "from cpt_lab.commands import main; main()", *WORDS]
     sweep = subprocess.Popen(
@@ -617,7 +610,7 @@ def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(
     assert "2 ok" in out
 
 
-def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
+def test_signals_count_repeated_interrupt_once(capsys):
     with progress.Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -638,7 +631,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
 # --- values ---------------------------------------------------------------------------------------
 
 
-def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
+def test_run_grid_stops_before_runs_without_data(tmp_path):
     good = specs_of("CR", steps=20)[0]
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
     refused(
@@ -653,7 +646,7 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
 
 @pytest.fixture
 def own_specs(data_folder):
-    """Runs on images of one's own, of two seeds; ``own_images`` makes them."""
+    """Return runs of two seeds on user images made by ``own_images``."""
     own_images(data_folder, seed=0)
     changes = {
         "size": 8,
@@ -678,7 +671,7 @@ def own_images(folder, seed):
 CHANGED = r"the data of 'mine/' have changed: 1 rows in .*rows\.jsonl are of checksum"
 
 
-def test_rows_of_other_data_are_neither_returned_nor_added_to(own_specs, tmp_path):
+def test_run_grid_rejects_rows_of_changed_data(own_specs, tmp_path):
     store, (first, second) = tmp_path / "rows.jsonl", own_specs
     (row,) = run_grid([first], store, workers=0)
     assert run_grid([first], store, workers=0) == [row]
@@ -696,9 +689,7 @@ def test_rows_of_other_data_are_neither_returned_nor_added_to(own_specs, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_workers_of_a_cluster_look_at_the_data_too(
-    quick, own_specs, tmp_path, monkeypatch
-):
+def test_dask_workers_check_data(quick, own_specs, tmp_path, monkeypatch):
     pytest.importorskip("distributed")
     monkeypatch.setattr(
         sweep_module, "_check_data", lambda *_: None
@@ -757,14 +748,14 @@ def test_the_workers_of_a_cluster_look_at_the_data_too(
         ),
     ],
 )
-def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_path):
+def test_run_grid_rejects_invalid_options_first(choices, message, tmp_path):
     refused(
         message, run_grid, specs_of("CR", steps=20), tmp_path / "rows.jsonl", **choices
     )
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
+def test_run_grid_accepts_iterators_of_specs_only(quick, tmp_path):
     run_grid(
         (spec for spec in specs_of("LR", "CR")), tmp_path / "rows.jsonl", workers=0
     )
@@ -777,7 +768,7 @@ def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
         run_grid(specs_of("CR"), tmp_path / "other.jsonl", worker=2)
 
 
-def test_a_row_has_twenty_points_of_a_run_with_the_last_evaluation_and_no_number_that_json_lacks():
+def test_row_curve_has_twenty_finite_points():
     assert worker._spaced_evaluations(list(range(3))) == [0, 1, 2]
     assert worker._spaced_evaluations(list(range(50))) == list(range(1, 50, 3))
     assert worker._mean_losses(
@@ -791,14 +782,12 @@ def test_a_row_has_twenty_points_of_a_run_with_the_last_evaluation_and_no_number
 # --- what people see, and GPUs --------------------------------------------------------------------
 
 
-def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(
-    capsys, monkeypatch
-):
+def test_progress_bar_shows_run_counts_and_time(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
 
     def shown(call, *given):
-        """What is drawn by a call, ten seconds after the last one."""
+        """Return the output drawn by a call, ten seconds after the last one."""
         capsys.readouterr()
         now[0] += 10
         call(*given)
@@ -837,7 +826,7 @@ def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(
         assert "1 running, 1 failed, a remark]" in shown(live.refresh)
 
 
-def test_the_bar_moves_with_every_step_of_a_run_in_this_process(tmp_path, monkeypatch):
+def test_progress_bar_moves_with_in_process_steps(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
         Live,
@@ -851,7 +840,7 @@ def test_the_bar_moves_with_every_step_of_a_run_in_this_process(tmp_path, monkey
     assert [shown for shown in seen if shown[1]] == steps
 
 
-def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
+def test_gpu_slots_are_round_robin_by_memory(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(sweep_module, "usable_cores", lambda: 16)
@@ -901,7 +890,7 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     assert slots(specs) == [0, 1] * 2
 
 
-def test_runs_at_the_same_time_share_the_machine(tmp_path, monkeypatch):
+def test_run_processes_share_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "supervise", partial(supervise, work=tell))
     jobs = [Job(spec, tmp_path / "rows.jsonl") for spec in specs_of("CR", "RR")]
     signals, live = (
@@ -916,7 +905,7 @@ def test_runs_at_the_same_time_share_the_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
+def test_fork_server_ignores_interrupts():
     _context()
     with open(f"/proc/{forkserver._forkserver._forkserver_pid}/status") as file:
         status = file.read()
@@ -927,7 +916,7 @@ def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_that_is_not_there_is_refused_at_every_scale(tmp_path):
+def test_run_grid_rejects_missing_cuda(tmp_path):
     refused(
         "device 'cuda' was asked for",
         run_grid,

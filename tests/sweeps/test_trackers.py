@@ -1,4 +1,4 @@
-"""Rows in a tracker: each is sent once, and no client costs a run.  ``tests/trackers`` has the real clients."""
+"""Rows sent to trackers: each once, without costing a run; ``tests/trackers`` covers real clients."""
 
 import shutil
 import sys
@@ -21,14 +21,14 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def runs(trained, tmp_path, monkeypatch):
-    """A folder of two runs, of which nothing was sent."""
+    """Provide a folder of two runs with no row sent."""
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     return shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture
 def tracked(monkeypatch):
-    """The runs that a tracker named ``memory`` has; whatever is in ``fails`` it raises."""
+    """Return the runs of a tracker named ``memory``; it raises the exceptions in ``fails``."""
     memory = SimpleNamespace(runs=list[TrackedRun](), fails=list[BaseException]())
 
     def send(client, run):
@@ -70,7 +70,7 @@ def test_sender_sends_rows_and_curves_once(runs, tracked):
         ValueError("x"),
     ],
 )
-def test_sender_says_once_that_a_client_fails(error, runs, tracked):
+def test_sender_warns_once_of_failing_client(error, runs, tracked):
     tracked.fails.append(error)
     status, output = run()
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -84,8 +84,8 @@ def test_sender_says_once_that_a_client_fails(error, runs, tracked):
     assert "rows sent: 2" in run()[1]
 
 
-def test_failing_client_stops_no_later_run(runs, tracked, monkeypatch):
-    """A question has grids of several tasks, each with its own store: all of them run."""
+def test_sender_failure_stops_no_later_run(runs, tracked, monkeypatch):
+    """Run all grids of a question, each with its store."""
     rows, stores = load_rows(runs / "smoke" / "image.jsonl"), []
     monkeypatch.setattr(
         sweep,
@@ -99,7 +99,7 @@ def test_failing_client_stops_no_later_run(runs, tracked, monkeypatch):
     assert shown.output.count("did not take") == 1
 
 
-def test_interrupted_sending_is_sent_again(runs, tracked):
+def test_sender_repeats_interrupted_sending(runs, tracked):
     tracked.fails.append(KeyboardInterrupt())
     assert run()[0] != 0
     assert [
@@ -114,7 +114,7 @@ def test_interrupted_sending_is_sent_again(runs, tracked):
     ] == [False, False]
 
 
-def test_another_process_sends_a_row_alone(runs, tracked):
+def test_sender_skips_rows_claimed_by_second_process(runs, tracked):
     store = runs / "smoke" / "image.jsonl"
     rows = load_rows(store)
     with claim(store, f"{rows[0]['key']}.memory"):
@@ -122,7 +122,7 @@ def test_another_process_sends_a_row_alone(runs, tracked):
     assert Sender("memory")(store, rows) == 1
 
 
-def test_run_without_a_curve_is_sent_without_it(runs, tracked):
+def test_sender_sends_run_without_curve(runs, tracked):
     curves = sorted((runs / "smoke" / "image.curves").iterdir())
     curves[0].unlink()
     curves[1].write_bytes(b"no parquet")
@@ -132,7 +132,7 @@ def test_run_without_a_curve_is_sent_without_it(runs, tracked):
     assert [one.curve for one in tracked.runs] == [[], []]
 
 
-def test_tracker_that_is_not_there_is_told_before_anything_runs(tmp_path, monkeypatch):
+def test_sender_rejects_missing_tracker_before_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     for tracker in ("mlflow", "wandb", "trackio"):
         monkeypatch.setitem(sys.modules, tracker, None)

@@ -1,4 +1,4 @@
-"""Rows that are run again: what must agree, where, and what is said when it does not."""
+"""Verification of stored rows by rerunning: exact equality, tolerances on different machines, reports."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ ON_TEST = {"name": "accuracy", "split": "test", "when": "final", "precision": "q
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A store with two runs from a clean tree and one that failed."""
+    """Return a store with two runs from a clean tree and one that failed."""
     store = tmp_path_factory.mktemp("stored") / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -55,13 +55,13 @@ def row(stored):
 
 @pytest.fixture(autouse=True)
 def none_committed(tmp_path, monkeypatch):
-    """No rows but those of a test, so that thousands are not read."""
+    """Hide the committed rows, so that thousands are not read."""
     monkeypatch.setattr(verify, "results_dir", lambda: tmp_path / "none")
 
 
 @pytest.fixture
 def as_stored(stored, monkeypatch):
-    """Instead of running, a run gives what the store had at first; what was run is counted."""
+    """Replace runs by the store's first rows; count what was run."""
     ran, rows = [], {row["key"]: row for row in load_rows(stored)}
     monkeypatch.setattr(
         verify, "run_again", lambda row: ran.append(row["key"]) or rows[row["key"]]
@@ -69,7 +69,7 @@ def as_stored(stored, monkeypatch):
     return ran
 
 
-def test_stored_rows_repeat_bit_for_bit(command, stored, monkeypatch):
+def test_verify_command_reproduces_rows_bit_for_bit(command, stored, monkeypatch):
     here = lambda *args, workers, **options: run_grid(*args, workers=0, **options)  # noqa: E731 - a process takes seconds
     monkeypatch.setattr(verify, "run_grid", here)
     status, said, _ = command("verify", stored)
@@ -117,7 +117,8 @@ def more(x):
         ("status is ok, stored okok", ("status",), more),
     ],
 )
-def test_the_last_bit_of_any_number_counts_on_the_same_machine(said, path, by, row):
+def test_verify_compares_every_number_bit_for_bit(said, path, by, row):
+    """Report a difference in the last bit of any number on the same machine."""
     found, whole = copy.deepcopy(row), verify.compare(row, copy.deepcopy(row), [])
     assert (whole.verdict, whole.differs, whole.reproduced) == ("bit for bit", (), True)
     change(row, *path, by=by)
@@ -131,7 +132,7 @@ def test_the_last_bit_of_any_number_counts_on_the_same_machine(said, path, by, r
     assert finding.said[0].startswith(said)
 
 
-def test_a_number_that_is_missing_or_new_counts_and_many_are_cut_short(row):
+def test_verify_reports_missing_numbers_and_shortens_lists(row):
     found = copy.deepcopy(row)
     gone = row["metrics"].pop()
     finding = verify.compare(row, found, [])
@@ -143,7 +144,7 @@ def test_a_number_that_is_missing_or_new_counts_and_many_are_cut_short(row):
     assert verify.compare(row, found, []).said[3:] == ("and 9 more numbers",)
 
 
-def test_a_run_that_fails_now_is_not_reproduced(row):
+def test_verify_run_that_fails_is_not_reproduced(row):
     failed = {
         **row,
         "status": "failed",
@@ -168,7 +169,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("name", "path"), DIFFERENT.items())
-def test_what_computed_a_row_is_compared_and_named(name, path, row):
+def test_verify_names_different_provenance(name, path, row):
     found = copy.deepcopy(row)
     change(row["provenance"], *path, by=lambda _: "another")
     finding = verify.compare(row, found, [])
@@ -178,7 +179,7 @@ def test_what_computed_a_row_is_compared_and_named(name, path, row):
     assert verify.compare(row, found, []).verdict == "within tolerance"
 
 
-def test_rows_that_do_not_say_where_they_come_from_are_said_to(row):
+def test_verify_names_unknown_provenance(row):
     found = copy.deepcopy(row)
 
     def differs():
@@ -203,7 +204,8 @@ def test_rows_that_do_not_say_where_they_come_from_are_said_to(row):
     assert [why.split()[0] for why in differs()] == ["code"]
 
 
-def test_another_commit_or_version_of_this_package_excuses_nothing(row):
+def test_verify_ignores_commit_and_package_version(row):
+    """Apply no tolerance for a different commit or version of this package."""
     found = copy.deepcopy(row)
     row["provenance"] |= {"commit": "3" * 40, "started": "2020-01-01"}
     row["provenance"]["versions"]["cpt-core"] = "0.0.1"
@@ -228,7 +230,7 @@ def test_another_commit_or_version_of_this_package_excuses_nothing(row):
         (("key",), 2, "NOT REPRODUCED"),
     ],
 )
-def test_what_is_asked_of_another_machine(path, factor, verdict, row):
+def test_verify_tolerance_on_different_machine(path, factor, verdict, row):
     found = copy.deepcopy(row)
     row["provenance"]["machine"]["cpu"] = "another"
     change(row, *path, by=lambda x: x * factor)
@@ -239,7 +241,7 @@ def test_what_is_asked_of_another_machine(path, factor, verdict, row):
     ("off", "verdict"), [(0.04, "within tolerance"), (0.06, "NOT REPRODUCED")]
 )
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_final_metric_on_another_machine(off, verdict, sign, row):
+def test_verify_final_metric_tolerance_on_different_machine(off, verdict, sign, row):
     found = copy.deepcopy(row)
     row["provenance"]["machine"]["cpu"] = "another"
     (metric,) = (m for m in row["metrics"] if m.items() >= ON_TEST.items())
@@ -249,7 +251,7 @@ def test_the_final_metric_on_another_machine(off, verdict, sign, row):
     assert finding.said[1].endswith("(0.0500 allowed: without seeds to compare)")
 
 
-def test_a_run_may_diverge_a_little_later_on_another_machine(row):
+def test_verify_allows_later_divergence_on_different_machine(row):
     row |= {"status": "diverged", "metrics": []}
     found = copy.deepcopy(row) | {"steps": 12}
     assert verify.compare(row, found, []).verdict == "NOT REPRODUCED"
@@ -258,7 +260,7 @@ def test_a_run_may_diverge_a_little_later_on_another_machine(row):
     assert verify.compare(row, found | {"status": "ok"}, []).verdict == "NOT REPRODUCED"
 
 
-def test_seeds_tell_how_far_a_metric_may_be_off():
+def test_verify_metric_tolerance_is_derived_from_seeds():
     def rows(arm, values, dataset="digits", metric="accuracy"):
         specs = designs.quality_cost(
             "demo", dataset, schedules=[arm], static_bits=[], seeds=range(len(values))
@@ -296,7 +298,7 @@ def test_seeds_tell_how_far_a_metric_may_be_off():
 @pytest.mark.parametrize(
     ("off", "verdict"), [(1.45, "within tolerance"), (1.47, "NOT REPRODUCED")]
 )
-def test_seeds_tell_how_far_a_first_loss_may_be_off(off, verdict, row):
+def test_verify_first_loss_tolerance_derives_from_seeds(off, verdict, row):
     rows = [copy.deepcopy(row) for _ in range(4)]
     for other, factor in zip(
         rows, (0.6, 0.6, 1.4, 1.4), strict=True
@@ -311,9 +313,7 @@ def test_seeds_tell_how_far_a_first_loss_may_be_off(off, verdict, row):
 
 
 @pytest.mark.slow
-def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(
-    tmp_path, monkeypatch
-):
+def test_verify_tolerance_excludes_rounding_down(tmp_path, monkeypatch):
     rows = load_rows(results_dir() / "image_digits.jsonl")
     row = next(
         r
@@ -347,9 +347,7 @@ def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(
     assert verify.final(found) < verify.final(row) - verify.allowed(row, rows)[0]
 
 
-def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed(
-    tmp_path, monkeypatch
-):
+def test_verify_tolerance_uses_seeds_of_committed_rows(tmp_path, monkeypatch):
     specs = designs.quality_cost(
         "demo", "digits", schedules=["CR"], static_bits=[], seeds=range(4)
     )
@@ -373,9 +371,8 @@ def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed
     assert verify.allowed(rows[0], rows)[1] == "5 standard deviations between seeds"
 
 
-def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(
-    row, monkeypatch
-):
+def test_verify_reruns_with_stored_threads_and_device(row, monkeypatch):
+    """Rerun a row with its threads, device, kernels and switches."""
     asked, names = [], ("CPT_KERNELS", "CPT_PRODUCTS", "CPT_DETERMINISTIC")
     monkeypatch.setattr(verify.gemm_backend, "has_onednn_matmul", lambda: True)
     for name in names:
@@ -411,7 +408,7 @@ def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(
 
 
 # --- which rows, and the command ------------------------------------------------------------------
-def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
+def test_verify_samples_rows_randomly_or_cheapest(tmp_path):
     specs, store = specs_of("CR", seeds=range(12)), tmp_path / "rows.jsonl"
     rows = [stored_row(s, 0.5, seconds=20.0 - i) for i, s in enumerate(specs)]
     rows[11] |= {"status": "failed"}
@@ -437,9 +434,7 @@ def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
     refused("has no finished row", verify.sample, store)
 
 
-def test_one_row_that_is_not_reproduced_is_status_1(
-    command, as_stored, stored, tmp_path
-):
+def test_verify_command_exits_1_if_not_reproduced(command, as_stored, stored, tmp_path):
     assert command("verify", stored, "--rows", 1)[0] == 0
     rows = load_rows(stored)
     change(rows[1], "loss", 0)
@@ -451,7 +446,7 @@ def test_one_row_that_is_not_reproduced_is_status_1(
     assert len(as_stored) == 5
 
 
-def test_data_that_is_missing_is_said_before_anything_runs(
+def test_verify_command_names_missing_data_first(
     command, as_stored, stored, data_folder
 ):
     spec = smoke_spec("digits")
@@ -468,7 +463,7 @@ def test_data_that_is_missing_is_said_before_anything_runs(
     assert lines[-1].endswith("; 1 of 2 stores skipped")
 
 
-def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
+def test_verify_sample_of_gpu_row_needs_gpu(row, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     store = write_rows(tmp_path / "rows.jsonl", row | {"device": "some GPU"})
     assert (
@@ -477,7 +472,7 @@ def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
     )
 
 
-def test_the_page_states_the_tolerances_that_are_used():
+def test_verify_tolerances_are_stated_on_results_page():
     page = (ROOT / "book" / "results.md.j2").read_text()
     for words in (
         f"losses within {100 * verify.FIRST_LOSS:.0f} %",
@@ -487,6 +482,6 @@ def test_the_page_states_the_tolerances_that_are_used():
         assert words in page
 
 
-def test_made_up_rows_have_what_rows_have(row):
+def test_synthetic_rows_have_fields_of_real_rows(row):
     assert PROVENANCE.keys() <= row["provenance"].keys()
     assert verify.final(row_of(specs_of("CR")[0], 0.7)) == 0.7

@@ -1,4 +1,4 @@
-"""RetinaNet, its loss and its metric, and detection through the one training loop."""
+"""Detection task: RetinaNet, its loss, its metric, and training by the common loop."""
 
 import itertools
 import math
@@ -35,12 +35,12 @@ spec = partial(smoke_spec, "digit-scenes", steps=6, n_cycles=1)
 # --- the model ------------------------------------------------------------------------------------
 
 
-def test_parameters_of_the_paper():
+def test_retinanet_has_parameter_count_of_paper():
     assert sum(p.numel() for p in retinanet("retinanet", 20).parameters()) == 20_165_400
 
 
 @pytest.mark.parametrize(("name", "stride"), [("retinanet", 8), ("retinanet_small", 4)])
-def test_shapes_and_anchors(name, stride):
+def test_retinanet_output_and_anchor_shapes(name, stride):
     model = retinanet(name, 7)
     images = torch.zeros(2, 3, 8 * stride, 12 * stride)
     out = model(images)
@@ -64,13 +64,13 @@ def test_shapes_and_anchors(name, stride):
     )
 
 
-def test_an_untrained_detector_expects_one_percent_everywhere():
+def test_retinanet_initially_predicts_one_percent():
     out = retinanet("retinanet_small", 3)(torch.randn(1, 3, 64, 64))
     torch.testing.assert_close(out.logits.sigmoid(), torch.full_like(out.logits, 0.01))
     assert not out.offsets.any()
 
 
-def test_initialisation_of_convolutions():
+def test_retinanet_initialises_convolutions():
     torch.manual_seed(0)
     model = retinanet("retinanet", 20)
     for name in (
@@ -86,7 +86,8 @@ def test_initialisation_of_convolutions():
         assert conv.bias is None or not conv.bias.any()
 
 
-def test_frozen_statistics_stay_while_scale_and_shift_are_trained():
+def test_frozen_batch_norm_trains_scale_and_shift():
+    """Train scale and shift, but keep the running statistics."""
     layer = FrozenStatisticsBatchNorm2d(2)
     layer.load_state_dict(
         {**nn.BatchNorm2d(2).state_dict(), "running_mean": torch.tensor([1.0, 2.0])}
@@ -103,7 +104,7 @@ def test_frozen_statistics_stay_while_scale_and_shift_are_trained():
     assert layer.bias.grad.tolist() == [36.0, 36.0]
 
 
-def test_all_convolutions_are_quantised_with_their_biases():
+def test_retinanet_quantizes_all_convolutions_and_biases():
     model = cpt.quantize_(retinanet("retinanet", 20))
     rows = cpt.summary(model).rows
     assert {r.kind for r in rows if r.quantized} == {"Conv2d"}
@@ -118,7 +119,7 @@ def test_all_convolutions_are_quantised_with_their_biases():
 
 
 def plain_losses(out, anchors, boxes, labels, classes):
-    """The paper's loss of one image, written out with loops over anchors."""
+    """Return the paper's loss of one image, written out with loops over anchors."""
     focal = box = 0.0
     positives = 0
     for i, anchor in enumerate(anchors.tolist()):
@@ -160,7 +161,7 @@ def plain_losses(out, anchors, boxes, labels, classes):
         ([[5.0, 5, 9, 9]], False),
     ],  # too small for any anchor
 )
-def test_loss_equals_the_one_written_out(boxes, learned):
+def test_detection_losses_equal_loop_reference(boxes, learned):
     torch.manual_seed(0)
     model = retinanet("retinanet_small", 3)
     for layer in (
@@ -187,8 +188,8 @@ def test_loss_equals_the_one_written_out(boxes, learned):
     assert (box > 0) == learned
 
 
-def test_detections_are_the_boxes_that_were_learned():
-    """Give the network the answer: detections of the target offsets are the boxes themselves."""
+def test_detections_decode_target_offsets():
+    """Return the boxes themselves if the network predicts their target offsets."""
     model = retinanet("retinanet_small", 3).eval()
     images = torch.zeros(1, 3, 64, 64)
     box = torch.tensor([[6.0, 4, 50, 44]])
@@ -208,7 +209,7 @@ def test_detections_are_the_boxes_that_were_learned():
     )
 
 
-def test_detections_come_back_in_the_pixels_of_the_picture(monkeypatch):
+def test_detections_are_in_original_image_pixels(monkeypatch):
     task = DetectionTask(spec(size=64, max_size=100), CPU)
     model = task.model().eval()
     odd = [
@@ -293,7 +294,7 @@ SECOND_AFTER_A_MISS = (1 / 2 + 1 / 2 * 2 / 3, (6 + 5 * 2 / 3) / 11)
         ([found([], [], [])], [picture([A], [0])], (0.0, 0.0)),
     ],
 )
-def test_average_precision_by_hand(detections, objects, expected):
+def test_average_precision_of_hand_computed_cases(detections, objects, expected):
     result = mean_average_precision(list(zip(detections, objects, strict=True)))
     assert (result["map50"], result["map50_11point"]) == pytest.approx(
         expected, abs=1e-6
@@ -309,15 +310,15 @@ def test_average_precision_by_hand(detections, objects, expected):
         (1.0, "map", 1),  # COCO's mean: 0.82 is enough at 0.5, 0.55, ..., 0.8
     ],
 )
-def test_how_much_overlap_counts(overlap, metric, expected):
+def test_average_precision_overlap_thresholds(overlap, metric, expected):
     result = mean_average_precision(
         [(found([[0, 0, 10 * overlap, 10]], [0.9], [0]), picture([A], [0]))]
     )
     assert result[metric] == pytest.approx(expected)
 
 
-def test_average_precision_against_a_plain_one():
-    """All-point and 11-point, of one object and one detection an image, against the definition in numpy."""
+def test_average_precision_equals_numpy_definition():
+    """Compare all-point and 11-point precision of one object and one detection per image."""
     rng, n = np.random.default_rng(0), 40
     hits, scores = rng.random(n) < 0.7, (1 + rng.permutation(n)) / n
     pairs = [
@@ -338,7 +339,7 @@ def test_average_precision_against_a_plain_one():
     )
 
 
-def test_nothing_to_be_found_is_an_error():
+def test_average_precision_rejects_images_without_objects():
     refused(
         "no object to be found on 1 images",
         mean_average_precision,
@@ -350,7 +351,7 @@ def test_nothing_to_be_found_is_an_error():
 
 
 @pytest.mark.slow
-def test_training_learns_two_scenes_and_all_metrics_are_stored():
+def test_detection_training_learns_and_stores_metrics():
     s = spec(steps=30, train_images=2, batch=2, valid_images=1, test_images=1, lr=3e-3)
     task = DetectionTask(s, CPU)
     losses = []
@@ -383,7 +384,7 @@ def test_training_learns_two_scenes_and_all_metrics_are_stored():
 
 
 @pytest.mark.slow
-def test_pretrained_weights_are_asked_for_and_used(data_folder):
+def test_detection_task_loads_pretrained_weights(data_folder):
     import torchvision
 
     s = spec(pretrained=True, train_images=2, valid_images=0, test_images=1)
@@ -417,9 +418,7 @@ def test_pretrained_weights_are_asked_for_and_used(data_folder):
     assert "from scratch" in scratch.title
 
 
-def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(
-    data_folder, capsys
-):
+def test_pretrained_or_scratch_falls_back_with_message(data_folder, capsys):
     assert pretrained_or_scratch("demo") == {}
     assert capsys.readouterr().out == ""
     changes = pretrained_or_scratch("paper")
@@ -434,7 +433,7 @@ def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(
 # --- cost -----------------------------------------------------------------------------------------
 
 
-def test_upsampling_is_priced_by_the_paper_only():
+def test_upsampling_counts_in_paper_convention_only():
     model = retinanet("retinanet_small", 3)
     x = (torch.zeros(1, 3, 64, 64),)
     paper, per_op = (plan.count_bitops(model, x, convention=c) for c in CONVENTIONS)
@@ -448,7 +447,7 @@ def test_upsampling_is_priced_by_the_paper_only():
     assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
 
 
-def test_operations_of_the_reference(reference_macs):
+def test_count_bitops_of_paper_retinanet(reference_macs):
     with torch.device("meta"):
         model = retinanet("retinanet", 20)
     one = plan.count_bitops(
@@ -457,7 +456,7 @@ def test_operations_of_the_reference(reference_macs):
     assert one.forward_macs == int(reference_macs["voc_retinanet_r18"]["forward_count"])
 
 
-def test_costs_are_those_of_the_real_input_size(monkeypatch):
+def test_detection_cost_uses_real_input_sizes(monkeypatch):
     assert DetectionTask(spec(), CPU).cost_batches == 1
     monkeypatch.setattr(
         detection,

@@ -1,4 +1,4 @@
-"""Natural language inference through the one training loop: learned, resumed, padded, from checkpoints, counted."""
+"""Entailment task by the common training loop: learning, resuming, padding, checkpoints, operation counts."""
 
 import json
 import sys
@@ -37,8 +37,8 @@ TINY = {
 spec = partial(smoke_spec, "templates", steps=12, **TINY)
 
 
-def test_training_learns():
-    """On the grammar's own pairs, well above chance, which is 1/3."""
+def test_entailment_training_learns():
+    """Exceed chance, 1/3, clearly on the grammar's sentence pairs."""
     r = replace(recipe("smoke", "templates"), layers=1, hidden=64)
     run = train(EntailmentTask, run_spec(r, "static 8", q_max=8, seed=0))
     assert run.status == "ok"
@@ -51,7 +51,7 @@ def test_training_learns():
     assert load_task_class(run.spec) is EntailmentTask
 
 
-def test_an_epoch_holds_every_pair_once():
+def test_entailment_epoch_has_every_pair_once():
     task = EntailmentTask(spec(batch=128), CPU)
     epoch = [next(task.batches(step)) for step in range(3)]
     assert [len(batch[-1]) for batch in epoch] == [128, 128, 44]
@@ -62,7 +62,7 @@ def test_an_epoch_holds_every_pair_once():
     )  # another order in the next epoch
 
 
-def test_padding_changes_nothing_in_float32():
+def test_entailment_padding_is_neutral_in_float32():
     wide, narrow = (
         EntailmentTask(spec(padding=padding), CPU) for padding in ("max", "longest")
     )
@@ -83,7 +83,7 @@ def test_padding_changes_nothing_in_float32():
     )
 
 
-def test_the_mask_is_the_one_that_bert_makes_itself():
+def test_entailment_mask_equals_mask_of_bert():
     task = EntailmentTask(spec(), CPU)
     model = task.model().eval()
     pieces, mask, sentence, _ = next(task.batches(0))
@@ -93,7 +93,7 @@ def test_the_mask_is_the_one_that_bert_makes_itself():
     )
 
 
-def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_path):
+def test_entailment_word_pieces_come_from_training_text(tmp_path):
     task = EntailmentTask(spec(train_pairs=None), CPU)
     again = entailment_task._tokenizer(
         task.recipe, entailment_task.load_entailment(task.recipe)
@@ -119,7 +119,7 @@ def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_pat
     assert "[UNK]" in own.encode("a quokka").tokens
 
 
-def test_every_process_learns_the_same_word_pieces():
+def test_entailment_word_pieces_are_equal_across_processes():
     code = """
 from dataclasses import replace
 from cpt_lab.experiments.registry import recipe
@@ -134,7 +134,7 @@ print(_tokenizer(r, load_entailment(r)).to_str())
     assert len(here) == 120
 
 
-def test_a_piece_or_a_letter_of_any_script_in_a_text_is_an_ordinary_word():
+def test_entailment_tokenizer_handles_any_script():
     text = ("ΟΔΟΣ İstanbul naïve ##a 日本語", "don't [x] ##a ##ab")
     pairs = pd.DataFrame({"premise": text, "hypothesis": text, "label": 0})
     learned = entailment_task._tokenizer(
@@ -149,7 +149,7 @@ def _facts(task):
     return "\n".join(f"{topic}: {text}" for topic, text in task.data.report.facts)
 
 
-def test_words_without_pieces_are_counted(tmp_path):
+def test_entailment_report_counts_unknown_words(tmp_path):
     folder = write_pairs(tmp_path / "mine", test="\u732b")
     asked = replace(
         recipe("smoke", str(folder), task="entailment"),
@@ -161,7 +161,7 @@ def test_words_without_pieces_are_counted(tmp_path):
     assert "changed: train: " not in found
 
 
-def test_long_pairs_are_cut_and_counted(caplog):
+def test_entailment_report_counts_truncated_pairs(caplog):
     with caplog.at_level("INFO"):
         task = EntailmentTask(spec(length=9), CPU)
     assert int(task.data.train.tensors[2].max()) == 9
@@ -198,7 +198,7 @@ def write_pairs(folder, languages=("en",), test=""):
     return folder
 
 
-def test_every_further_language_has_its_accuracy(tmp_path):
+def test_entailment_evaluates_every_test_language(tmp_path):
     folder = write_pairs(
         tmp_path / "mine", ("en", "es")
     )  # in "es" all labels are off by one
@@ -250,7 +250,7 @@ def write_checkpoint(folder, labels):
 
 
 @pytest.mark.parametrize("labels", [3, 2])
-def test_a_checkpoint_is_taken_and_a_wrong_classifier_replaced(tmp_path, labels):
+def test_entailment_loads_checkpoint_and_replaces_wrong_classifier(tmp_path, labels):
     folder = write_checkpoint(tmp_path / "saved", labels)
     task = EntailmentTask(spec(checkpoint=str(folder)), CPU)
     saved = transformers.BertForSequenceClassification.from_pretrained(folder)
@@ -274,7 +274,7 @@ def test_a_checkpoint_is_taken_and_a_wrong_classifier_replaced(tmp_path, labels)
     assert task.data.vocabulary == model.config.vocab_size
 
 
-def test_checkpoints_that_cannot_be_used(data_folder):
+def test_entailment_rejects_unusable_checkpoints(data_folder):
     (data_folder / "empty").mkdir()
     write(data_folder / "gpt", {"config.json": b'{"model_type": "gpt2"}'})
     for name, error, message in (
@@ -298,7 +298,7 @@ def test_checkpoints_that_cannot_be_used(data_folder):
         refused(message, EntailmentTask, spec(checkpoint=name), CPU, error=error)
 
 
-def test_operations_are_counted_and_all_linear_layers_quantised():
+def test_entailment_counts_and_quantizes_linear_layers():
     task = EntailmentTask(spec(padding="max"), CPU)
     model = cpt.quantize_(task.model())
     linear = {
@@ -320,7 +320,7 @@ def test_operations_are_counted_and_all_linear_layers_quantised():
 
 
 @pytest.mark.parametrize("checkpoint", ["", "bert-base-multilingual-cased"])
-def test_stand_ins_need_no_data(monkeypatch, checkpoint):
+def test_entailment_stand_in_needs_no_data(monkeypatch, checkpoint):
     for name in ("load_entailment", "_tokenizer", "checkpoint_folder"):
         monkeypatch.setattr(
             entailment_task, name, lambda *args: pytest.fail("a stand-in needs nothing")

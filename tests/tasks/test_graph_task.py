@@ -1,4 +1,4 @@
-"""Node classification through the one training loop: full graph and sampled, resumed, evaluated, counted."""
+"""Node classification by the common training loop: full graph and sampled, resumed, evaluated, counted."""
 
 import itertools
 from dataclasses import replace
@@ -21,7 +21,7 @@ spec = partial(smoke_spec, "digits-graph", steps=12, evaluate_every=0)
 
 
 @pytest.mark.parametrize("model", ["gcn", "sage"])
-def test_training_learns(model):
+def test_graph_training_learns(model):
     run = train(GraphTask, spec(model=model, steps=40))
     assert run.status == "ok"
     assert run.metric("accuracy") > 0.7  # chance is 0.1
@@ -31,14 +31,14 @@ def test_training_learns(model):
     assert ("GCN" if model == "gcn" else "GraphSAGE") in run.title
 
 
-def test_a_full_graph_is_trained_on_its_training_nodes():
+def test_graph_full_batch_uses_training_nodes():
     task = GraphTask(spec(), CPU)
     _, _, labels, rows = next(task.batches(7))
     assert torch.equal(rows, task.data.train)
     assert torch.equal(labels, task.data.labels[rows])
 
 
-def test_workers_change_nothing(monkeypatch):
+def test_graph_batches_are_independent_of_workers(monkeypatch):
     task = GraphTask(spec(model="sage"), CPU)
     here = [next(task.batches(step)) for step in range(3)]
     monkeypatch.setattr(
@@ -56,7 +56,7 @@ def test_workers_change_nothing(monkeypatch):
         )
 
 
-def test_an_epoch_holds_every_training_node_once():
+def test_graph_epoch_has_every_training_node_once():
     task = GraphTask(spec(model="sage", batch=15), CPU)
     seen = [next(task.batches(step))[2] for step in range(4)]
     assert [len(s) for s in seen] == [
@@ -68,7 +68,7 @@ def test_an_epoch_holds_every_training_node_once():
     assert torch.bincount(torch.cat(seen)).tolist() == [5] * 10
 
 
-def test_accuracy_by_in_degree():
+def test_graph_accuracy_by_in_degree():
     task = GraphTask(spec(degrees=(0, 10, 12, 10_000)), CPU)
     torch.manual_seed(0)
     model = quantize_(task.model()).eval()
@@ -96,7 +96,7 @@ def test_accuracy_by_in_degree():
     assert without == {name: found[name] for name in ("accuracy", "loss")}
 
 
-def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
+def test_graph_exact_inference_equals_full_graph(monkeypatch):
     monkeypatch.setattr(graph_task, "EXACT_CHUNK_NODES", 300)  # many chunks
     task = GraphTask(spec(model="sage", inference="exact"), CPU)
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
     assert (chunks.argmax(1) == whole.argmax(1)).float().mean() > 0.995
 
 
-def test_sampled_inference_is_repeatable_and_close_to_exact():
+def test_graph_sampled_inference_repeats_near_exact():
     run = train(GraphTask, spec(model="sage", steps=40, fanout=30))
     task = GraphTask(spec(model="sage", fanout=30), CPU)
     run.model.eval()
@@ -128,13 +128,13 @@ def test_sampled_inference_is_repeatable_and_close_to_exact():
     assert abs(first["test"]["accuracy"] - exact["test"]["accuracy"]) < 0.03
 
 
-def test_the_raw_logit_loss_has_no_floor():
+def test_graph_raw_logit_loss_is_unbounded():
     run = train(GraphTask, spec(loss="nll_raw", steps=60))
     assert run.history["loss"][-1] < 0
     assert run.history["loss"][-1] < run.history["loss"][30] < run.history["loss"][0]
 
 
-def test_without_a_validation_split_the_best_is_called_best_on_test(monkeypatch):
+def test_graph_without_validation_reports_best_test(monkeypatch):
     original = graph_task.load_graph
     monkeypatch.setattr(
         graph_task,
@@ -145,7 +145,7 @@ def test_without_a_validation_split_the_best_is_called_best_on_test(monkeypatch)
     assert {m["when"] for m in run.metrics} == {"final", "best_test"}
 
 
-def test_ogb_data_is_scored_by_ogb(monkeypatch):
+def test_graph_ogb_data_uses_ogb_evaluator(monkeypatch):
     plain, calls = train(GraphTask, spec(steps=1)), []
 
     class Evaluator:
@@ -171,7 +171,7 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
 
 
 @pytest.mark.parametrize("norm", ["matrix", "node", "none"])
-def test_normalisation_layers(norm):
+def test_graph_norms_have_no_parameters(norm):
     model = GraphNet("sage", 4, 2, hidden=8, norm=norm)
     assert sum(p.numel() for p in model.parameters()) == sum(
         p.numel() for p in model.convs.parameters()

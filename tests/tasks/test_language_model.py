@@ -1,3 +1,5 @@
+"""Language model task: texts, batches, perplexity, learning rates and the paper's model."""
+
 import hashlib
 import itertools
 import math
@@ -64,7 +66,7 @@ def task(**changes):
 # --- text -----------------------------------------------------------------------------------------
 
 
-def test_words_lines_and_unknown_words(folder):
+def test_load_text_splits_words_and_marks_unknown(folder):
     found = text.load_text(toy())
     assert (
         len(found.train) == 20 * 12
@@ -93,7 +95,7 @@ def test_words_lines_and_unknown_words(folder):
 
 
 @pytest.mark.parametrize("dataset", ["novel.txt", "novel/"])
-def test_one_text_is_cut_at_its_lines(folder, dataset):
+def test_load_text_splits_single_text_by_lines(folder, dataset):
     lines = [f"line {i}" for i in range(30)]
     for path in (folder.parent / "novel.txt", folder.parent / "novel" / "novel.txt"):
         path.parent.mkdir(exist_ok=True)
@@ -111,12 +113,12 @@ def test_one_text_is_cut_at_its_lines(folder, dataset):
         text.load_text(toy(dataset=dataset))
 
 
-def test_a_split_called_val(folder):
+def test_load_text_accepts_split_named_val(folder):
     (folder / "toy.valid.txt").rename(folder / "toy.val.txt")
     assert len(text.load_text(toy()).valid) > 20
 
 
-def test_a_limited_vocabulary_keeps_the_most_frequent_words(folder):
+def test_load_text_limits_vocabulary_to_frequent_words(folder):
     found = text.load_text(toy(vocabulary=3, train_tokens=120))
     assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "sat"}
     assert len(found.train) == 120
@@ -126,14 +128,14 @@ def test_a_limited_vocabulary_keeps_the_most_frequent_words(folder):
     )  # it has no more
 
 
-def test_characters(folder):
+def test_load_text_by_characters(folder):
     found = text.load_text(toy(unit="characters"))
     assert "".join(found.vocabulary[i] for i in found.train[:11]) == "the cat sat"
     assert found.vocabulary[found.start] == "\n"
     assert found.title == "characters of toy"
 
 
-def test_the_reference_text_of_python():
+def test_load_text_of_python_reference():
     found = text.load_text(recipe("demo", "pydoc", task="language_model"))
     assert (len(found.train), len(found.valid), len(found.test)) == (
         270_000,
@@ -144,7 +146,7 @@ def test_the_reference_text_of_python():
     assert found.title == "characters of Python's reference text"
 
 
-def test_files_are_found_and_missed(folder):
+def test_load_text_names_missing_and_ambiguous_files(folder):
     refused(
         "there is no folder",
         text.load_text,
@@ -188,12 +190,12 @@ def test_files_are_found_and_missed(folder):
         ),
     ],
 )
-def test_bad_text(folder, split, content, message):
+def test_load_text_rejects_unreadable_text(folder, split, content, message):
     (folder / f"toy.{split}.txt").write_bytes(content)
     refused(message, text.load_text, toy())
 
 
-def test_penn_treebank_is_checked_by_its_counts(folder):
+def test_load_text_checks_penn_treebank_counts(folder):
     ptb = folder.parent / "ptb"
     ptb.mkdir()
     for split in text.SPLITS:
@@ -204,7 +206,7 @@ def test_penn_treebank_is_checked_by_its_counts(folder):
         text.load_text(recipe("paper", "ptb", task="language_model"))
 
 
-def test_download_checks_what_it_gets(folder, monkeypatch):
+def test_download_checks_penn_treebank_hashes(folder, monkeypatch):
     asked = []
 
     def fake(url, path, digest):
@@ -236,7 +238,7 @@ def test_download_checks_what_it_gets(folder, monkeypatch):
 # --- batches and perplexity -----------------------------------------------------------------------
 
 
-def test_columns_run_side_by_side_through_the_whole_text(folder):
+def test_language_model_batches_are_contiguous_columns(folder):
     t = task()
     per_epoch = math.ceil((240 // 4 - 1) / 5)
     stream = t.batches(0)
@@ -255,7 +257,7 @@ def test_columns_run_side_by_side_through_the_whole_text(folder):
 
 
 @pytest.mark.parametrize("count", [9, 10, 11, 1, 2])
-def test_every_word_is_asked_for_once(count):
+def test_language_model_evaluates_every_token_once(count):
     tokens = torch.arange(100, 100 + count)
     words, targets = text.evaluation_columns(tokens, start=7, batch=3)
     pairs = [
@@ -267,7 +269,7 @@ def test_every_word_is_asked_for_once(count):
     assert [w for w, _ in pairs] == [7, *tokens[:-1].tolist()]
 
 
-def test_perplexity_by_hand(folder):
+def test_language_model_perplexity_equals_manual_computation(folder):
     t = task()
     n = len(t.data.vocabulary)
     table = torch.rand(n, n, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -281,12 +283,12 @@ def test_perplexity_by_hand(folder):
     assert found["perplexity"] == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
 
 
-def test_evaluation_carries_the_state_through_each_text_too(folder):
+def test_language_model_evaluation_carries_state(folder):
     t = task()
     seen = []
 
     def counting(words, state):
-        """Counts the words that it has seen in its state."""
+        """Count the words seen so far in the state."""
         seen.append(state)
         return torch.zeros(*words.shape, len(t.data.vocabulary)), (state or 0) + len(
             words
@@ -299,7 +301,7 @@ def test_evaluation_carries_the_state_through_each_text_too(folder):
     assert seen == [at or None for length in lengths for at in range(0, length, 5)]
 
 
-def test_the_best_evaluation_is_that_of_the_lowest_perplexity(folder):
+def test_language_model_best_evaluation_has_lowest_perplexity(folder):
     run = train(LanguageModelTask, spec("static 8", evaluate_every=4, lr=5.0))
     by_valid = sorted(
         run.history["evaluations"], key=lambda e: e["valid"]["perplexity"]
@@ -310,7 +312,7 @@ def test_the_best_evaluation_is_that_of_the_lowest_perplexity(folder):
     )
 
 
-def test_the_state_is_carried_and_begins_anew_with_an_epoch(folder):
+def test_language_model_training_state_resets_per_epoch(folder):
     t = task(dropout=0.0)
     torch.manual_seed(0)
     model = t.model()
@@ -329,8 +331,8 @@ def test_the_state_is_carried_and_begins_anew_with_an_epoch(folder):
     ]  # steps 10, 11, 12 (a new epoch), 13
 
 
-def test_the_rate_follows_the_evaluations_of_the_run(folder):
-    """Trained for real: the rate is a function of what was evaluated, also after a stop."""
+def test_language_model_plateau_rate_follows_evaluations(folder):
+    """Derive the learning rate from the evaluations only, in a real training."""
     run = train(
         LanguageModelTask,
         spec("static 2", lr_rule="plateau", evaluate_every=2, lr=60.0),
@@ -346,7 +348,7 @@ def test_the_rate_follows_the_evaluations_of_the_run(folder):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def test_training_learns_and_low_precision_shows(folder):
+def test_language_model_learns_less_at_one_bit(folder):
     runs = {
         arm: train(LanguageModelTask, spec(arm, steps=120, lr=5.0, hidden=16))
         for arm in ("static 8", "static 1")
@@ -361,7 +363,7 @@ def test_training_learns_and_low_precision_shows(folder):
     assert runs["static 8"].title == "LSTM (16 wide) on toy"
 
 
-def test_model_is_that_of_the_paper():
+def test_language_model_matches_paper():
     model = LanguageModel(10_000, 800, 800)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == (
         2 * 10_000 * 800 + 10_000 + 2 * 3200 * 800 + 3200
@@ -374,7 +376,7 @@ def test_model_is_that_of_the_paper():
     assert model.lstm.bias_hh_l0.abs().max() == 0
 
 
-def test_dropout_on_embeddings_is_a_switch():
+def test_language_model_embedding_dropout_is_optional():
     torch.manual_seed(0)
     words = torch.randint(9, (4, 2))
     seen = []
@@ -388,7 +390,7 @@ def test_dropout_on_embeddings_is_a_switch():
     assert seen[1] == 0
 
 
-def test_stand_in_needs_no_data():
+def test_language_model_stand_in_needs_no_data():
     for scale, dataset in (("paper", "ptb"), ("demo", "pydoc")):
         r = recipe(scale, dataset, task="language_model")
         made = LanguageModelTask(

@@ -1,4 +1,4 @@
-"""Tasks are imported when asked for; what every task shares; what runs without any extra."""
+"""Common task code: lazy imports, shared weights and batches, learning rates, and the base installation."""
 
 import itertools
 import json
@@ -86,8 +86,8 @@ print(json.dumps(out))
 
 
 @pytest.mark.slow
-def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
-    """In one process in which no library of an extra can be imported."""
+def test_base_installation_trains_and_names_missing_extras():
+    """Run in one process that cannot import any optional library."""
     found = json.loads(
         run_command(sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS)
     )
@@ -116,9 +116,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize(("dataset", "model"), FIXED)
-def test_a_session_has_the_metric_of_its_experiment_and_knows_whether_its_steps_are_alike(
-    dataset, model
-):
+def test_session_has_metric_and_fixed_shape_flag(dataset, model):
     spec = smoke_spec(dataset, model=model)
     session = Session(load_task_class(spec), spec, stand_in=True)
     assert session.metric is EXPERIMENTS[spec.recipe.task].metric
@@ -149,11 +147,11 @@ def evaluations(*losses):
         ),  # 29.6 is step 30
     ],
 )
-def test_learning_rates_by_hand(rate, expected):
+def test_learning_rates_of_hand_computed_cases(rate, expected):
     assert [rate(step, []) for step in (0, 10, 20, 30, 40)] == pytest.approx(expected)
 
 
-def test_a_plateau_cuts_after_every_evaluation_that_is_not_the_best():
+def test_plateau_rate_drops_after_worse_evaluation():
     rate = learning_rates.plateau(8.0, 2.0)
     assert [
         rate(9, evaluations(*losses))
@@ -186,7 +184,7 @@ def test_a_plateau_cuts_after_every_evaluation_that_is_not_the_best():
         ),
     ],
 )
-def test_the_optimizer_of_a_task_and_its_rates(dataset, changes, optimizer, rates):
+def test_task_optimizer_and_learning_rates(dataset, changes, optimizer, rates):
     spec = smoke_spec(dataset, steps=1000, lr=8.0, **changes)
     made, rate = load_task_class(spec)(spec, CPU, stand_in=True).optimizer(
         nn.Linear(2, 2)
@@ -233,9 +231,11 @@ def tiny(dataset, arm="CR", seed=0):
 
 
 @pytest.mark.parametrize("dataset", TINY)
-def test_arms_of_one_seed_share_weights_and_batches(dataset):
+def test_arms_of_one_seed_share_weights(dataset):
+    """Give all arms of a seed equal initial weights and batches."""
+
     def start(spec, step=3):
-        """Initial weights, and the tensors of a batch."""
+        """Return initial weights and the tensors of a batch."""
         task = load_task_class(spec)(spec, CPU)
         torch.manual_seed(0)
         batch = next(task.batches(step))
@@ -265,7 +265,7 @@ def test_arms_of_one_seed_share_weights_and_batches(dataset):
 @pytest.mark.parametrize(
     "dataset", [d for d in TINY if d != "digits"]
 )  # of images: training/test_train.py
-def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
+def test_resumed_task_equals_uninterrupted_run(dataset, tmp_path):
     spec, path = tiny(dataset), tmp_path / "c.pt"
     whole = train(load_task_class(spec), spec)
     stop_at(3, spec, path)
@@ -282,8 +282,8 @@ def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
 # --- streams and loading --------------------------------------------------------------------------
 
 
-def test_purposes_are_the_numbers_that_rows_were_made_with():
-    """A changed number would change every run of a committed seed."""
+def test_random_streams_equal_committed_rows():
+    """Keep the stream numbers, which determine every run of a committed seed."""
     assert [(s.name, int(s)) for s in Stream] == [
         ("ORDER", 0),
         ("AUGMENT", 1),
@@ -314,7 +314,7 @@ def test_purposes_are_the_numbers_that_rows_were_made_with():
 @pytest.mark.parametrize(
     "dataset", [d for d in DATASETS.values() if d.embedded], ids=lambda d: d.name
 )
-def test_the_checksum_of_data_does_not_depend_on_the_number_of_threads(dataset):
+def test_data_checksum_is_independent_of_threads(dataset):
     found = set()
     before = torch.get_num_threads()
     try:

@@ -1,4 +1,4 @@
-"""What the tests of lessons share."""
+"""Fixtures of the tests of lessons."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +14,7 @@ load_rows_cached = cache(load_rows)
 
 @pytest.fixture(autouse=True, scope="module")
 def read_once() -> Iterator[None]:
-    """Committed rows are read once: whoever asks for some of them has them all read."""
+    """Read committed rows once per session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             run_table,

@@ -1,4 +1,4 @@
-"""The explorer's scripts in V8, the engine of a browser, against cpt_core; and what its page holds."""
+"""Scripts of the schedule explorer in V8, a browser's engine, against cpt_core; and the contents of its page."""
 
 import json
 import random
@@ -43,12 +43,12 @@ def engine():
 
 
 def run(engine, expression):
-    """What an expression is, by way of JSON."""
+    """Return the value of an expression, passed as JSON."""
     return json.loads(engine.eval(f"JSON.stringify({expression})"))
 
 
 def settings(**values):
-    """Settings of the page: those that it opens with but for these."""
+    """Return the page's initial settings with some changed."""
     return {
         "family": "CR",
         "q_min": 2,
@@ -64,7 +64,7 @@ def explored(engine, s, steps=explorer.STEPS):
 
 
 def made(s, steps=explorer.STEPS):
-    """The schedule of cpt_core for settings of the page."""
+    """Return the cpt_core schedule for settings of the page."""
     if s["family"] == "STATIC":
         return cpt.StaticSchedule(s["q_min"], steps)
     return cpt.make_schedule(
@@ -97,8 +97,8 @@ def compare(found, s, steps):
     return schedule, rival
 
 
-def test_bits_costs_and_rivals_of_random_settings(engine):
-    """What one refuses the other refuses, and the page's lines of Python make the same schedule and rival."""
+def test_explorer_equals_library_for_random_settings(engine):
+    """Reject the settings that the library rejects, and print Python lines of an equal schedule and baseline."""
     rng, refused, compared, mixed, families = random.Random(7), 0, 0, 0, set()
     while compared < SETTINGS:
         low = rng.randint(1, 8)
@@ -137,7 +137,7 @@ def test_bits_costs_and_rivals_of_random_settings(engine):
     assert families == {*cpt.SUITE, "STATIC"}
 
 
-def test_cost_is_relative_to_static_q_max_with_gradients_of_q_max_bits(engine):
+def test_explorer_cost_is_relative_to_static(engine):
     def cost(bits, q_grad):
         static = settings(family="STATIC", q_min=bits, q_max=8, q_grad=q_grad)
         return round(explored(engine, static)["chosen"]["relative_cost"], 4)
@@ -152,7 +152,7 @@ def test_cost_is_relative_to_static_q_max_with_gradients_of_q_max_bits(engine):
     assert spent == {"forward": 16 / 192, "error": 32 / 192, "weight": 32 / 192}
 
 
-def test_halves_are_rounded_to_even(engine):
+def test_explorer_rounds_halves_to_even(engine):
     places = (0.5, 1.5, 2.5, 0.49999999999999994, 4.500000000000001)
     assert run(engine, f"{list(places)}.map(scheduleMath(CONSTANTS).rint)") == [
         0,
@@ -178,24 +178,24 @@ def test_halves_are_rounded_to_even(engine):
         ({"family": "nope"}, "There is no schedule nope."),
     ],
 )
-def test_what_makes_no_schedule_is_a_sentence(engine, wrong, said):
+def test_explorer_rejects_invalid_settings_in_a_sentence(engine, wrong, said):
     assert said in explored(engine, settings(**wrong))["refused"]
 
 
 def js(tensor):
-    """A tensor as a typed array; float32 survives JSON."""
+    """Return a tensor as a typed array; float32 survives JSON."""
     return f"new Float32Array({json.dumps(tensor.flatten().tolist())})"
 
 
 @pytest.mark.parametrize("key", [0, 1, 123 << 20, 2**62 + 5])
 @pytest.mark.parametrize("count", [1, 10, 2049])
-def test_noise_is_that_of_the_library(engine, key, count):
+def test_explorer_noise_equals_library(engine, key, count):
     found = run(engine, f"Array.from(noiseOf({key}n, {count}))")
     assert found == reference.hash_noise(torch.tensor(key), count).tolist()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 5, 8, 12])
-def test_rounding_is_that_of_the_library(engine, bits):
+def test_explorer_rounding_equals_library(engine, bits):
     torch.manual_seed(bits)
     levels, key = torch.tensor(2.0**bits - 1), torch.tensor(99)
     for x in (
@@ -218,8 +218,8 @@ def test_rounding_is_that_of_the_library(engine, bits):
 
 
 @pytest.mark.parametrize(("bits", "q_grad"), [(8, 8), (3, 8), (5, 4)])
-def test_steps_of_training_are_those_of_the_library(engine, bits, q_grad):
-    """The same first weights, pictures and noise; what differs is the order in which products are summed."""
+def test_explorer_training_steps_equal_library(engine, bits, q_grad):
+    """Start from equal weights, images and noise; only the summation order differs."""
     torch.manual_seed(bits)
     images, labels = load_digits(return_X_y=True)
     images, labels = (
@@ -264,7 +264,7 @@ def test_steps_of_training_are_those_of_the_library(engine, bits, q_grad):
     assert mine == pytest.approx(right, abs=0.01)
 
 
-def test_both_arms_of_a_seed_start_alike_and_are_tested_on_other_pictures(engine):
+def test_explorer_arms_share_start_and_test_images(engine):
     engine.eval("""var given = { images: Float32Array.from({ length: 40 * 64 }, (_, i) => Math.floor(i / 64)),
       labels: Array.from({ length: 40 }, (_, i) => i % 10), steps: 6, batch: 4, learn: 30 };
     var arm = (q) => ({ bits: new Uint8Array(6).fill(q), q_grad: 8, evaluated: q });
@@ -292,7 +292,7 @@ def page(tmp_path_factory):
     ).read_text(encoding="utf-8")
 
 
-def test_the_page_is_complete_in_itself_and_small(page):
+def test_explorer_page_is_self_contained_and_small(page):
     assert len(page.encode()) < 200_000
     loaded = r"""(?:src|href)=["'](?!data:|#)|@import|url\(|fetch\(|import\s"""
     assert not re.search(
@@ -316,7 +316,7 @@ def test_the_page_is_complete_in_itself_and_small(page):
     assert all(f'id="{name}-hint"' in page for name in labelled)
 
 
-def test_it_leads_back_and_to_the_lesson(page, tmp_path):
+def test_explorer_page_links_to_course_and_lesson(page, tmp_path):
     told = explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(
         encoding="utf-8"
     )
@@ -327,7 +327,7 @@ def test_it_leads_back_and_to_the_lesson(page, tmp_path):
     )
 
 
-def test_it_holds_the_digits_and_the_intervals_of_the_library():
+def test_explorer_contains_digits_and_student_quantiles():
     images, labels = load_digits(return_X_y=True)
     held = explorer.digits()
     pixels = np.frombuffer(held["images"].encode(), dtype=np.uint8).reshape(
@@ -351,7 +351,7 @@ def test_it_holds_the_digits_and_the_intervals_of_the_library():
         "vbscript:x",
     ],
 )
-def test_explorer_refuses_a_home_that_is_no_page(home, tmp_path):
+def test_explorer_rejects_home_that_is_no_page(home, tmp_path):
     with pytest.raises(ValueError, match=r"home: expected a page such as index\.html"):
         explorer.write_explorer(tmp_path / "page.html", home)
     assert not any(tmp_path.iterdir())
@@ -367,5 +367,5 @@ def test_explorer_refuses_a_home_that_is_no_page(home, tmp_path):
         "file:///tmp/index.html",
     ],
 )
-def test_explorer_takes_pages(home, tmp_path):
+def test_explorer_accepts_pages_as_home(home, tmp_path):
     assert explorer.write_explorer(tmp_path / "page.html", home).exists()

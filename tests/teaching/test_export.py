@@ -1,4 +1,4 @@
-"""Exported notebooks: formulas that browsers show by themselves, nothing from the network, no widgets."""
+"""Exported notebooks: formulas as MathML, no network access, no widgets, described images."""
 
 import base64
 import io
@@ -28,7 +28,7 @@ FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$", re.DOTALL)
 
 
 def text_of(page):
-    """What of a page is text: no code, no styles, no pictures."""
+    """Return the text of a page without code, styles and images."""
     body = page[page.index("<main>") :]
     return re.sub(
         r"<(pre|style|annotation)\b.*?</\1>|<img[^>]*>", "", body, flags=re.DOTALL
@@ -41,7 +41,7 @@ def page_of(path):
 
 
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
-def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
+def test_exported_notebook_renders_formulas_offline(path):
     book = nbformat.read(path, as_version=4)
     written = [
         m
@@ -74,7 +74,7 @@ def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
         assert page.count(escape(PREDICTIONS[question][1], quote=False)) == 1
 
 
-def test_the_cell_that_installs_is_not_shown_to_those_who_read():
+def test_exported_notebook_hides_installation_cell():
     book = new_notebook(
         cells=[
             new_code_cell("install()", metadata={"tags": ["remove-cell"]}),
@@ -89,7 +89,7 @@ def test_the_cell_that_installs_is_not_shown_to_those_who_read():
 
 
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
-def test_every_picture_of_a_notebook_has_a_description(path):
+def test_exported_notebook_images_have_descriptions(path):
     book = nbformat.read(path, as_version=4)
     kinds = [
         k
@@ -104,7 +104,7 @@ def test_every_picture_of_a_notebook_has_a_description(path):
 
 
 def displayed(figure):
-    """What a kernel, which knows how to show figures, shows as the value of a cell: data and metadata."""
+    """Return the data and metadata with which a figure-aware kernel shows a cell value."""
     shell = InteractiveShell.instance()
     try:
         select_figure_formats(shell, {"png"})
@@ -116,7 +116,7 @@ def displayed(figure):
     return shown.data, shown.metadata
 
 
-def test_a_figure_is_shown_sharp_and_says_what_it_shows():
+def test_figure_output_is_sharp_and_described():
     with subplots(figsize=(2, 1)) as (figure, ((ax,),)):
         ax.plot([0, 1], label='"so"')
         ax.set(xlabel="step", ylabel="loss < 1")
@@ -154,21 +154,21 @@ def test_a_figure_is_shown_sharp_and_says_what_it_shows():
     )  # the page is a copy
 
 
-def test_a_figure_may_be_given_its_words():
+def test_figure_description_can_be_given():
     with subplots(alt="a line\nthat rises") as (figure, ((ax,),)):
         ax.set_title("not this")
     assert figure.description() == "a line that rises"
 
 
 def drawn(*given, **options):
-    """What is said of the data of a figure with one line."""
+    """Return the description of the data of a one-line figure."""
     with subplots() as (figure, ((ax,),)):
         ax.plot(*given, **options)
     return describe_data(figure)
 
 
 @pytest.mark.slow
-def test_a_changed_value_of_committed_rows_changes_what_is_said_of_a_figure():
+def test_figure_data_follows_changed_row_value():
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     said = describe_data(quality_cost.figure_3(runs))
     one = runs.index[len(runs) // 2]
@@ -181,12 +181,12 @@ def test_a_changed_value_of_committed_rows_changes_what_is_said_of_a_figure():
     assert describe_data(quality_cost.figure_3(changed)) != said
 
 
-def test_values_that_change_places_change_what_is_said():
+def test_figure_data_follows_swapped_values():
     assert drawn([1, 2, 3], [4, 5, 7]) != drawn([1, 2, 3], [5, 4, 7])
     assert drawn([1, 2, 3], [4, 5, 7]) == drawn([2, 1, 3], [5, 4, 7])
 
 
-def test_the_last_digits_of_a_machine_are_not_told():
+def test_figure_data_ignores_last_digits():
     edges = (12.34565, -1e-13), (123456.5, 1e-13)  # of rounding
     pairs = [
         ([0.1 + 0.2, 1], [0.3, 1]),
@@ -197,7 +197,7 @@ def test_the_last_digits_of_a_machine_are_not_told():
         assert "e-" not in drawn(here)[0]
 
 
-def test_what_is_said_of_all_kinds_of_parts():
+def test_figure_data_covers_all_artist_kinds():
     with subplots(1, 3) as (figure, ((bars, errors, picture),)):
         bars.bar([1, 2], [3, 5], width=1)
         bars.axhline(9)
@@ -217,7 +217,7 @@ def test_what_is_said_of_all_kinds_of_parts():
     assert describe_data(empty) == []
 
 
-def test_names_of_points_are_no_data():
+def test_figure_data_ignores_point_labels():
     with subplots() as (figure, ((ax,),)):
         ax.plot([1, 1.001, 1.002], [1, 1.001, 1], "o")
         said = describe_data(figure)
@@ -228,7 +228,7 @@ def test_names_of_points_are_no_data():
     assert describe_data(figure) == said
 
 
-def test_there_are_formulas_and_the_glossary_is_a_page_with_the_anchors_of_its_links():
+def test_glossary_page_has_linked_anchors():
     found = [
         f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))
     ]
@@ -248,7 +248,7 @@ def test_there_are_formulas_and_the_glossary_is_a_page_with_the_anchors_of_its_l
     assert '<a href="glossary.html#bitops">BitOps</a>' in books
 
 
-def test_a_formula_keeps_its_parts():
+def test_exported_formula_keeps_its_parts():
     book = new_notebook(
         cells=[
             new_markdown_cell(
@@ -269,7 +269,7 @@ def test_a_formula_keeps_its_parts():
     assert "5 $." in page
 
 
-def test_widgets_and_bars_are_no_part_of_pages_and_of_committed_outputs():
+def test_exported_pages_exclude_widgets_and_progress_bars():
     view = {
         "application/vnd.jupyter.widget-view+json": {"model_id": "1"},
         "text/plain": ["runs:   0%|  | 0/85"],
@@ -286,7 +286,7 @@ def test_widgets_and_bars_are_no_part_of_pages_and_of_committed_outputs():
     assert "widgets" not in book.metadata
 
 
-def test_a_note_is_text():
+def test_exported_page_note_is_escaped():
     assert "ValueError: &lt;b&gt; is wrong" in notebook_page(
         new_notebook(), "x", "ValueError: <b> is wrong"
     )

@@ -1,4 +1,4 @@
-"""The figure of runs that train."""
+"""Live figure of runs in training."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from cpt_lessons import live_figures
 
 @pytest.fixture
 def pictures(monkeypatch):
-    """What a notebook would be sent, in order: how, and what is drawn in words."""
+    """Return the displays sent to a notebook, in order: how, and the drawing in words."""
     sent = []
 
     class Handle:
@@ -30,9 +30,8 @@ SPECS = designs.quality_cost("smoke", "digits", schedules=["CR"], static_bits=[8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 100])  # the later one after a stop
-def test_every_arm_has_a_line_and_the_title_says_where_they_are(
-    start, pictures, monkeypatch
-):
+def test_live_figure_has_line_per_arm(start, pictures, monkeypatch):
+    """Name the arms with the lowest and highest loss in the title."""
     monkeypatch.setattr(live_figures, "REDRAW_SECONDS", 0.0)
     titles, show = [], AltTextFigure.show_by
 
@@ -57,9 +56,7 @@ def test_every_arm_has_a_line_and_the_title_says_where_they_are(
 
 
 @pytest.mark.slow
-def test_runs_that_are_watched_end_as_they_would_alone(
-    pictures, tmp_path, monkeypatch, capsys
-):
+def test_watched_runs_equal_unwatched_runs(pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(live_figures, "REDRAW_SECONDS", 1e9)
     stores = [tmp_path / "watched.jsonl", tmp_path / "alone.jsonl"]
     live_figures.watch(SPECS, stores[0])
@@ -79,6 +76,6 @@ def test_runs_that_are_watched_end_as_they_would_alone(
     assert "nothing trained" in capsys.readouterr().out
 
 
-def test_only_runs_of_this_process_can_be_watched(tmp_path):
+def test_watching_needs_in_process_runs(tmp_path):
     with pytest.raises(ValueError, match=r"on_step .* needs workers=0; got workers=2"):
         run_grid(SPECS, tmp_path / "x.jsonl", workers=2, on_step=print)

@@ -1,4 +1,4 @@
-"""The command behind `make reproduce`, on a notebook small enough for a test."""
+"""Runs of notebooks by ``cpt reproduce``: caching, failures, interrupts, pages, hand-outs and submissions."""
 
 import contextlib
 import io
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder of notebooks and a folder of runs of our own."""
+    """Provide a function that places a notebook in a temporary folder, with a separate folder of runs."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
     (folder / "glossary.md").write_text("# Glossary\n\n## BitOps\n\nBit operations.\n")
@@ -78,9 +78,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(jupyter_kernel, "execute", execute)
 
 
-def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it_is(
-    place, monkeypatch, capsys
-):
+def test_reproduce_runs_changed_notebooks_only(place, monkeypatch, capsys):
+    """Run changed notebooks in a kernel without network ports, and report progress."""
     monkeypatch.setattr(notebook_progress, "PLAIN_LINE_SECONDS", 0.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     listens = "from ipykernel.connect import get_connection_info\nprint(get_connection_info())"
@@ -117,9 +116,7 @@ def test_runs_in_a_kernel_without_ports_then_only_what_changed_and_says_where_it
     assert "RuntimeError: &lt;broken&gt; here (cell 3)" in index.read_text()
 
 
-def test_a_failed_run_keeps_the_good_page_and_shows_its_own_beside_it(
-    place, quick, tmp_path
-):
+def test_reproduce_failure_keeps_former_page(place, quick, tmp_path):
     place("07_picky.ipynb", "print('fine')")
     former = (tmp_path / "notebooks" / "07_picky.ipynb").read_bytes()
     (good,), _ = reproduce.reproduce("demo", progress=False)
@@ -152,7 +149,7 @@ def test_a_failed_run_keeps_the_good_page_and_shows_its_own_beside_it(
     assert "failed" not in index.read_text().split("</style>")[1]
 
 
-def test_other_parameters_have_a_page_of_their_own(place, quick):
+def test_reproduce_page_per_parameter_values(place, quick):
     place("07_picky.ipynb", "assert seeds != [13]\nprint('seeds are', seeds)")
     (good,), _ = reproduce.reproduce("demo", progress=False)
     (bad,), _ = reproduce.reproduce("demo", parameters={"seeds": [13]}, progress=False)
@@ -183,9 +180,7 @@ def test_other_parameters_have_a_page_of_their_own(place, quick):
     assert page.count("earlier</td>") == 2
 
 
-def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(
-    place, quick, tmp_path, monkeypatch
-):
+def test_reproduce_reruns_when_user_data_changes(place, quick, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(
         "cpt_lab.tasks.base.read_all_data", lambda recipe: None
@@ -233,7 +228,7 @@ def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(
         assert len(tried) == 9
 
 
-def test_a_lost_kernel_ends_at_smoke_scale_alone(place, monkeypatch, capfd):
+def test_reproduce_limits_cell_time_at_smoke_scale(place, monkeypatch, capfd):
     assert set(jupyter_kernel.LIMIT) == {"smoke"}
     monkeypatch.setattr(jupyter_kernel, "LIMIT", {"smoke": 1})
     place("07_slow.ipynb", "import time", "time.sleep(60)")
@@ -250,7 +245,7 @@ def test_a_lost_kernel_ends_at_smoke_scale_alone(place, monkeypatch, capfd):
     ]
 
 
-def test_a_killed_kernel_is_tried_once_more_and_stops_no_other(place, tmp_path):
+def test_reproduce_retries_dead_kernel_once(place, tmp_path):
     die = "import os, pathlib\ntries = pathlib.Path({!r})\nwith tries.open('a') as file:\n    file.write('x')"
     once, always = tmp_path / "once", tmp_path / "always"
     place(
@@ -268,7 +263,7 @@ def test_a_killed_kernel_is_tried_once_more_and_stops_no_other(place, tmp_path):
     assert "there" in outcomes[0].page.read_text()
 
 
-def test_ctrl_c_ends_the_notebooks_and_starts_no_more(
+def test_reproduce_interrupt_stops_running_notebooks(
     place, tmp_path, monkeypatch, capfd
 ):
     for number in ("05", "06", "07"):
@@ -291,7 +286,7 @@ def test_ctrl_c_ends_the_notebooks_and_starts_no_more(
     assert sorted(p.name for p in tmp_path.glob("began *")) == ["began 05", "began 06"]
 
 
-def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
+def test_progress_time_left_follows_measured_pace(monkeypatch):
     clock = 1000.0
     monkeypatch.setattr(notebook_progress.time, "monotonic", lambda: clock)
     first, second = Place("01_a"), Place("02_b")
@@ -338,8 +333,8 @@ app(["reproduce", "--scale", "demo"])
 """
 
 
-def test_reproduce_answers_ctrl_c_at_once(place, tmp_path):
-    """A kernel that ignores the interrupt is killed."""
+def test_reproduce_handles_interrupt_at_once(place, tmp_path):
+    """Kill a kernel that ignores the interrupt."""
     place("07_deaf.ipynb", SLEEPS_THROUGH_SIGINT.format(str(tmp_path / "began")))
     place("08_waits.ipynb", f"import time\nprint({str(tmp_path)!r})\ntime.sleep(300)")
     code = REPRODUCE.format(str(tmp_path / "notebooks"))
@@ -373,8 +368,8 @@ def test_reproduce_answers_ctrl_c_at_once(place, tmp_path):
     assert "stopped; the same command goes on from here" in rest
 
 
-def test_stop_kills_kernels_at_second_ctrl_c(monkeypatch):
-    """The second one ends the wait; one that arrives twice does not."""
+def test_stop_kills_kernels_at_second_interrupt(monkeypatch):
+    """Stop waiting at a second Ctrl-C; a signal delivered twice counts once."""
     signals = []
     clock = iter([0.0, 0.0, 0.1, 0.2, 0.9, 1.0, 1.1])
     monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(clock))
@@ -395,7 +390,7 @@ def test_stop_kills_kernels_at_second_ctrl_c(monkeypatch):
     assert next(clock) == 1.0
 
 
-def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
+def test_copy_notebooks_includes_linked_files(tmp_path):
     copies = copy_notebooks(tmp_path / "mine")
     assert [p.name for p in copies] == [p.name for p in notebooks()]
     parts = (
@@ -424,7 +419,7 @@ def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
     assert copies[0].read_text() == "my answers"
 
 
-def test_what_is_handed_out_has_no_answers(tmp_path, command):
+def test_notebooks_hand_out_has_no_solutions(tmp_path, command):
     assert command("notebooks", "--copy", tmp_path / "class", "--hand-out")[0] == 0
     copies = sorted((tmp_path / "class").glob("*.ipynb"))
     assert [p.name for p in copies] == [p.name for p in notebooks()]
@@ -444,7 +439,7 @@ def test_what_is_handed_out_has_no_answers(tmp_path, command):
         ]
 
 
-def test_a_table_of_what_was_handed_in(tmp_path, command):
+def test_collected_tabulates_submissions(tmp_path, command):
     def hand_in(name, *said):
         write(
             name,
@@ -504,9 +499,8 @@ def test_a_table_of_what_was_handed_in(tmp_path, command):
     )
 
 
-def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(
-    place, tmp_path
-):
+def test_notebook_rejects_unknown_parameter(place, tmp_path):
+    """Reject parameters that papermill accepts, and remove progress bars from cleaned outputs."""
     check = "from cpt_lessons.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)"
     place(
         "07_small.ipynb",
@@ -529,7 +523,7 @@ def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(
     assert shown.outputs == []
 
 
-def test_report_of_real_rows_and_the_glossary_beside_the_pages(place, quick, tmp_path):
+def test_reproduce_report_shows_rows_and_glossary(place, quick, tmp_path):
     place("07_small.ipynb", "print(scale)")
     store = tmp_path / "runs" / "demo" / "image.jsonl"
     store.parent.mkdir(parents=True)
@@ -550,13 +544,13 @@ def test_report_of_real_rows_and_the_glossary_beside_the_pages(place, quick, tmp
         ]
 
 
-def test_notebooks_and_estimates():
+def test_notebooks_are_numbered_and_have_estimates():
     assert [p.name[:2] for p in notebooks()] == [f"{n:02}" for n in range(19)]
     assert estimate("demo") >= estimate("demo", "01") > 0
     assert estimate("paper") is None
 
 
-def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
+def test_reproduce_passes_dataset_to_notebooks_of_task(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "cpt_lab.tasks.base.read_all_data", lambda recipe: None
     )  # the files are none
@@ -645,7 +639,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     assert asked == {}, "a notebook was started"
 
 
-def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
+def test_report_lists_questions_and_findings_of_notebooks(tmp_path):
     line = "minus static 4: +1.20 [+0.40, +2.00] points, n = 5: above 0"
     beside = (
         "ER minus static 7: +0.20 [-0.40, +0.80] points, n = 5: cannot be told from 0"
@@ -691,7 +685,7 @@ def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
     )
 
 
-def test_every_notebook_asks_and_sums_up(tmp_path):
+def test_notebooks_state_question_and_summary(tmp_path):
     for path in notebooks():
         job = NotebookRun(path, {}, {}, tmp_path)
         job.keep("page", path.read_text(encoding="utf-8"), key="k", seconds=3.0)
@@ -700,9 +694,7 @@ def test_every_notebook_asks_and_sums_up(tmp_path):
         assert outcome.answer[0].isupper(), path
 
 
-def test_an_index_that_would_say_the_same_is_left_alone(
-    place, quick, tmp_path, monkeypatch
-):
+def test_reproduce_leaves_unchanged_index_alone(place, quick, tmp_path, monkeypatch):
     place("07_picky.ipynb", "print('fine')")
     _, index = reproduce.reproduce("demo", progress=False)
     page = index.read_text()

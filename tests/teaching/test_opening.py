@@ -1,4 +1,4 @@
-"""The cell that opens a notebook: it asks for the wheel where the package is missing, and else for nothing."""
+"""First cell of every notebook: installs the wheel if the package is missing, otherwise nothing."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ WHEEL = "cpt_core-{}-py3-none-any.whl".format
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """What the first cell of a notebook asks of IPython, in a folder of some files: a line for every magic."""
+    """Return the IPython magics run by a notebook's first cell in a folder with given files."""
     monkeypatch.chdir(tmp_path)
 
     def run(number, *there):
@@ -40,7 +40,7 @@ def asked(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An interpreter that does not know the package."""
+    """Simulate an interpreter without the package."""
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -61,14 +61,14 @@ def bare(monkeypatch):
         ("06", [WHEEL("0.2.0")], f"./{WHEEL('0.2.0')}[lessons,text]"),
     ],
 )
-def test_where_the_package_is_missing_the_wheel_is_asked_for(
+def test_first_cell_installs_wheel_if_package_missing(
     number, there, wanted, asked, bare
 ):
     assert asked(number, *there) == [("pip", f"install -q '{wanted}'")]
 
 
 @pytest.mark.parametrize("there", [[], [WHEEL("0.9.0"), WHEEL("0.10.0")]])
-def test_without_one_wheel_it_says_what_to_do_and_asks_for_nothing(there, asked, bare):
+def test_first_cell_without_one_wheel_explains(there, asked, bare):
     with pytest.raises(
         AssertionError,
         match=r"put one file cpt_core-\*\.whl here, beside this notebook",
@@ -76,5 +76,5 @@ def test_without_one_wheel_it_says_what_to_do_and_asks_for_nothing(there, asked,
         asked("00", *there)
 
 
-def test_where_the_package_is_nothing_is_asked_for(asked):
+def test_first_cell_with_package_installs_no_wheel(asked):
     assert asked("00", WHEEL("0.1.0")) == []

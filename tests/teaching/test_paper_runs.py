@@ -1,4 +1,4 @@
-"""The runs of the paper's figures from the parameters of notebooks."""
+"""Runs of the paper's figures, from the parameters of notebooks."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ LISTS = {"schedules": list(SUITE), "static_bits": None, "q_max": [8], "seeds": N
 
 @pytest.fixture(autouse=True)
 def without_data(monkeypatch):
-    """Let parameters name data that is not there."""
+    """Allow parameters to name missing data."""
     monkeypatch.setattr(parameters, "check_data", lambda recipe: None)
 
 
@@ -65,7 +65,7 @@ def test_figure_trains_two_schedules_with_two_seeds(figure, scale):
 
 @pytest.mark.parametrize("scale", ["smoke", "demo", "paper"])
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
-def test_figure_has_a_half_for_every_q_max(figure, scale):
+def test_figure_covers_every_q_max(figure, scale):
     found = arms_of(figure(given(figure, scale, q_max=[6, 8], seeds=[3])))
     for top in (6, 8):
         assert {(name, top) for name in (*SUITE, f"static {top}")} <= set(found)
@@ -105,7 +105,7 @@ def test_figure_takes_all_parameters(figure):
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
-def test_figure_without_values_takes_those_of_the_recipe(figure):
+def test_figure_defaults_to_recipe_values(figure):
     specs = figure(given(figure, "smoke"))
     recipe = specs[0].recipe
     assert {s.seed for s in specs} == set(recipe.seeds)
@@ -115,7 +115,7 @@ def test_figure_without_values_takes_those_of_the_recipe(figure):
     )  # a notebook trains this in seconds
 
 
-def test_static_precision_trains_where_it_does_not_exceed_q_max():
+def test_figure_3_drops_static_above_q_max():
     found = arms_of(
         paper_runs.figure_3(
             given(
@@ -130,7 +130,7 @@ def test_static_precision_trains_where_it_does_not_exceed_q_max():
     }
 
 
-def test_figure_5_compares_aggregations_at_every_q_max():
+def test_figure_5_compares_aggregations_per_q_max():
     P = check_parameters(
         "graph", dataset="digits-graph", **{**LISTS, "q_max": [6, 8], "seeds": [0, 1]}
     )
@@ -155,7 +155,7 @@ def test_figure_6_has_both_aggregations():
     }  # static 8 is of both figures
 
 
-def test_figure_7_has_a_text_and_pairs():
+def test_figure_7_has_text_and_sentence_pairs():
     P = check_parameters("language_model", dataset="pydoc", pairs="templates", **LISTS)
     specs = paper_runs.figure_7(P)
     assert Counter(s.recipe.task for s in specs) == {
@@ -183,7 +183,7 @@ def test_figure_7_has_a_text_and_pairs():
         ("demo", 2, {2}),
     ],
 )
-def test_pairs_train_few_static_precisions(scale, top, static):
+def test_figure_7_pairs_train_few_static_bits(scale, top, static):
     P = check_parameters(
         "language_model",
         scale=scale,
@@ -218,7 +218,7 @@ def test_section_5_takes_data_of_every_task(dataset, task):
     )  # one control is shared
 
 
-def test_section_5_is_the_paper_s_table_1():
+def test_section_5_equals_table_1_of_paper():
     P = check_parameters(
         "image",
         scale="paper",
@@ -259,7 +259,7 @@ def test_section_5_trains_every_decay():
     }
 
 
-def test_short_cycles_are_told_at_demo_scale(capsys):
+def test_figure_6_prints_short_cycle_warnings(capsys):
     paper_runs.figure_6(given(paper_runs.figure_6, "demo"))
     assert "ShortCycleWarning: RR: 4 cycles" in capsys.readouterr().out
     paper_runs.figure_6(given(paper_runs.figure_6, "smoke"))

@@ -20,7 +20,7 @@ from cpt_lessons.parameters import check_parameters, check_values
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What ``run_grid`` is asked for, instead of running it."""
+    """Record the calls of ``run_grid`` instead of running them."""
     calls = []
     monkeypatch.setattr(
         sweep,
@@ -30,7 +30,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_runs_come_back_as_a_table():
+def test_parameters_run_returns_table():
     parameters = check_parameters(scale="smoke")
     specs = designs.quality_cost(
         "smoke", schedules=["CR"], static_bits=[8], seeds=[0], steps=8, n_cycles=1
@@ -44,7 +44,7 @@ def test_runs_come_back_as_a_table():
     ] == runs.key.to_list()
 
 
-def test_own_data_is_read_whole_before_anything_else(tmp_path, monkeypatch):
+def test_check_parameters_reads_user_data_completely(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     files = image_folder(kind="JPEG")
     write(tmp_path / "pets", files)
@@ -63,7 +63,7 @@ def test_own_data_is_read_whole_before_anything_else(tmp_path, monkeypatch):
         check_parameters(scale="smoke", dataset="pets/")
 
 
-def test_nothing_to_run(asked):
+def test_parameters_run_of_no_specs_is_empty(asked):
     assert check_parameters(scale="smoke").run([]).empty
     assert asked == []
 
@@ -76,7 +76,7 @@ def test_nothing_to_run(asked):
         ({"scale": "demo"}, None, "auto", True),
     ],
 )
-def test_how_runs_are_run(
+def test_parameters_run_chooses_workers_device_and_store(
     given, workers, device, progress, asked, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
@@ -98,7 +98,7 @@ def test_how_runs_are_run(
 
 
 @pytest.mark.parametrize("scale", ["smoke", "demo", "paper"])
-def test_a_device_that_is_not_there_is_refused_before_anything_runs(scale, monkeypatch):
+def test_check_parameters_rejects_missing_device(scale, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused(
         "device 'cuda' was asked for",
@@ -110,7 +110,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(scale, monke
     assert check_parameters(scale=scale, device="cpu").device == "cpu"
 
 
-def test_the_rate_is_chosen(monkeypatch):
+def test_parameters_run_selects_best_learning_rate(monkeypatch):
     specs = designs.quality_cost(
         "paper", "xnli", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0]
     )
@@ -135,7 +135,7 @@ def test_the_rate_is_chosen(monkeypatch):
     assert check_parameters(scale="smoke").run(specs).lr.to_list() == [5e-5]
 
 
-def test_failed_runs_are_told_in_one_line(monkeypatch):
+def test_parameters_run_reports_failures_in_one_line(monkeypatch):
     specs = designs.quality_cost(
         "smoke", schedules=["CR", "RR"], static_bits=[], seeds=[0]
     )
@@ -153,7 +153,7 @@ def test_failed_runs_are_told_in_one_line(monkeypatch):
         check_parameters(scale="smoke").run(specs)
 
 
-def test_runs_of_two_tasks_go_to_their_stores_and_each_once(asked):
+def test_parameters_run_uses_store_per_task(asked):
     text = designs.quality_cost(
         "smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0]
     )
@@ -193,7 +193,7 @@ def test_runs_of_two_tasks_go_to_their_stores_and_each_once(asked):
         ),  # a notebook of one schedule
     ],
 )
-def test_parameters_are_read_as_papermill_gives_them(given, values):
+def test_check_parameters_reads_papermill_values(given, values):
     P = check_parameters(**given)
     assert {name: vars(P)[name] for name in values} == values
 
@@ -225,12 +225,12 @@ def test_parameters_are_read_as_papermill_gives_them(given, values):
         ),
     ],
 )
-def test_parameters_of_a_wrong_form_are_named(given, message):
+def test_check_parameters_names_invalid_values(given, message):
     refused(message, check_parameters, **given)
 
 
-def test_one_schedule_is_told_from_sweeps_by_the_command():
-    """``cpt reproduce`` checks values before it knows the notebooks: 01 has one q_max, 03 a list."""
+def test_check_values_accepts_q_max_or_list():
+    """Accept a number or a list, before the command knows which notebook runs."""
     assert check_values({"q_max": 6}) == {"q_max": 6}
     assert check_values({"q_max": "[6, 8]"}) == {"q_max": [6, 8]}
     refused("q_max must be a list", check_values, {"q_max": 64})
@@ -244,7 +244,7 @@ device = "auto"'''
 
 @pytest.fixture
 def typed_notebook(tmp_path):
-    """A notebook with parameters that have types and comments."""
+    """Return a notebook with typed and commented parameters."""
     cell = new_code_cell(CELL, metadata={"tags": ["parameters"]})
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     path = tmp_path / "typed.ipynb"
@@ -252,7 +252,7 @@ def typed_notebook(tmp_path):
     return path
 
 
-def test_parameters_of_a_notebook_may_have_types(typed_notebook):
+def test_parameters_of_reads_typed_parameters(typed_notebook):
     assert parameters_of(typed_notebook) == {
         "q_max": [8],
         "seeds": None,
@@ -270,7 +270,7 @@ def test_papermill_lists_types_defaults_and_comments(typed_notebook):
     assert "learning_rate: float (default None) None takes the recipe's" in listed
 
 
-def test_injected_names_are_those_of_papermill_s_cell(monkeypatch):
+def test_check_parameters_names_injected_by_papermill(monkeypatch):
     cells = [
         "x = 1",
         '# Parameters\nq_max = [6, 8]\nscale: str = "demo"\n',

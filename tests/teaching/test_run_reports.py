@@ -1,4 +1,4 @@
-"""What notebooks say of their own runs, predict and judge; what they show of committed rows, nbval compares."""
+"""Reports of notebooks on their runs: summaries, comparisons with static precision and the paper, verdicts."""
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ from cpt_lessons.predictions import PREDICTIONS
 from cpt_lessons.run_reports import beside_static, compare_with_paper, print_runs
 
 
-def test_what_ran_is_said_in_a_line(capsys):
+def test_print_runs_summarises_runs_in_one_line(capsys):
     runs = pd.DataFrame(
         {
             "arm": ["CR", "CR", "RR"],
@@ -36,14 +36,14 @@ def test_what_ran_is_said_in_a_line(capsys):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What a notebook would display: figures and tables."""
+    """Return the figures and tables that a notebook would display."""
     found = []
     monkeypatch.setattr(run_reports, "display", found.append)
     return found
 
 
 @pytest.mark.slow
-def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys, shown):
+def test_compare_with_paper_pairs_equal_cost_baselines(capsys, shown):
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     compare_with_paper(
         rows[
@@ -66,7 +66,7 @@ def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys, shown):
     ]
 
 
-def test_at_demo_scale_every_schedule_has_a_rival(capsys):
+def test_paper_runs_have_static_baselines_at_demo(capsys):
     def of(task, dataset, schedules=tuple(cpt.SUITE), **more):
         given = {
             "dataset": dataset,
@@ -108,7 +108,7 @@ def test_at_demo_scale_every_schedule_has_a_rival(capsys):
     assert all(" minus static " in line for line in told), told
 
 
-def test_every_experiment_and_aggregation_is_compared(capsys, shown):
+def test_compare_with_paper_covers_experiments_and_aggregations(capsys, shown):
     gcn = committed("graph_facebook").query(
         "model == 'gcn' and arm in ['RR', 'CR', 'static 2', 'static 3', 'static 5']"
     )
@@ -129,7 +129,7 @@ def test_every_experiment_and_aggregation_is_compared(capsys, shown):
     assert len(shown) >= 4
 
 
-def test_smoke_runs_are_held_against_their_bands(capsys):
+def test_compare_with_paper_checks_smoke_bands(capsys):
     rows = committed("image_digits").query(
         "model == 'mlp6' and q_min == 3 and seed == 0 and arm in ('ER', 'CR')"
     )
@@ -146,7 +146,7 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
     compare_with_paper(smoke.assign(accuracy=0.1, dataset="my-images/"))
 
 
-def test_the_cycle_that_is_predicted_spends_most_steps_at_2_bits():
+def test_predicted_cycle_runs_mostly_at_2_bits():
     cycle = cpt.solve_schedule(
         cpt.StaticSchedule(3, 160).relative_cost(8, 8),
         2,
@@ -159,7 +159,7 @@ def test_the_cycle_that_is_predicted_spends_most_steps_at_2_bits():
     assert cycle.share_at(2) > 2 / 3
 
 
-def test_a_verdict_needs_holms_correction():
+def test_in_margins_applies_holm_correction():
     rng = np.random.default_rng(0)
     near = Estimate(
         "near", "points", 0.1 * (x := rng.normal(size=9)) - 0.1 * x.mean(), 0.2

@@ -1,4 +1,4 @@
-"""Handed-in notebooks are files of other people: each that cannot be read is named and stops no other."""
+"""Submitted notebooks: each unreadable file is named, and the rest is still read."""
 
 import json
 import os
@@ -71,7 +71,7 @@ ODD = {
 
 @pytest.fixture
 def handed_in(tmp_path):
-    """Two good notebooks, and what becomes of a third."""
+    """Provide two good notebooks and a function that adds a third."""
 
     def write(student: str, content: str | bytes, name: str = "03.ipynb") -> Path:
         path = tmp_path / "class" / student / name
@@ -89,7 +89,7 @@ def check_others(found: submissions.Submissions) -> None:
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_read_submissions_names_an_odd_notebook(kind, handed_in, tmp_path):
+def test_read_submissions_names_malformed_notebook(kind, handed_in, tmp_path):
     content, reason = ODD[kind]
     path = handed_in("zoe", content)
     found = read_submissions(tmp_path / "class")
@@ -102,7 +102,7 @@ def test_read_submissions_names_an_odd_notebook(kind, handed_in, tmp_path):
         assert collected(tmp_path / "class").equals(found.table)
 
 
-def test_read_submissions_names_what_is_no_file(handed_in, tmp_path):
+def test_read_submissions_names_special_files_and_links(handed_in, tmp_path):
     zoe = handed_in("zoe", GOOD).parent
     os.mkfifo(zoe / "a_pipe.ipynb")
     (zoe / "b_folder.ipynb").mkdir()
@@ -126,7 +126,7 @@ def test_read_submissions_names_what_is_no_file(handed_in, tmp_path):
     assert "is a link to /, which is not followed" in found.unreadable[0]
 
 
-def test_read_submissions_refuses_a_huge_notebook(handed_in, tmp_path):
+def test_read_submissions_rejects_huge_notebook(handed_in, tmp_path):
     with handed_in("zoe", GOOD).open("ab") as file:
         file.truncate(20_000_000_000)  # it takes no space on the disk
     found = read_submissions(tmp_path / "class")
@@ -134,9 +134,7 @@ def test_read_submissions_refuses_a_huge_notebook(handed_in, tmp_path):
     assert "it has 20,000 MB, more than 100; clear its outputs" in found.unreadable[0]
 
 
-def test_read_submissions_names_a_folder_that_cannot_be_opened(
-    handed_in, tmp_path, monkeypatch
-):
+def test_read_submissions_names_unreadable_folder(handed_in, tmp_path, monkeypatch):
     zoe = handed_in("zoe", GOOD).parent
     listed = os.scandir
 
@@ -151,8 +149,8 @@ def test_read_submissions_names_a_folder_that_cannot_be_opened(
     assert found.unreadable == [f"{zoe} cannot be read: Permission denied"]
 
 
-def test_read_submissions_reads_what_tools_write(handed_in, tmp_path):
-    """A byte order mark, sources as one text, an ending in capitals, escapes that are half a letter."""
+def test_read_submissions_accepts_output_of_common_tools(handed_in, tmp_path):
+    """Read byte order marks, one-string sources, capital suffixes and lone surrogates."""
     handed_in("bom", b"\xef\xbb\xbf" + GOOD.encode())
     source = {
         "cell_type": "code",
@@ -175,9 +173,7 @@ def test_read_submissions_reads_what_tools_write(handed_in, tmp_path):
     assert (found.unreadable, found.without_notebook) == ([], ["without"])
 
 
-def test_collect_names_every_bad_notebook_and_shows_the_others(
-    handed_in, tmp_path, command
-):
+def test_collect_names_bad_notebooks_and_keeps_rest(handed_in, tmp_path, command):
     handed_in("=cmd|calc", GOOD)
     handed_in(os.fsdecode(b"z\xff\n\x1b[31m"), b"\xff")
     handed_in("yan", "[]")
@@ -197,7 +193,7 @@ def test_collect_names_every_bad_notebook_and_shows_the_others(
     assert table.loc[["'=cmd|calc", "anna"], "1.1"].tolist() == ["correct", "correct"]
 
 
-def test_collect_of_bad_notebooks_alone_is_an_error(tmp_path, command):
+def test_collect_of_only_bad_notebooks_fails(tmp_path, command):
     (tmp_path / "bo.ipynb").write_text("{")
     status, _, err = command("collect", tmp_path)
     assert status == 2

@@ -1,4 +1,4 @@
-"""docs/coming-from.md: our names exist, theirs too where the library is installed, and what is called equal is."""
+"""docs/coming-from.md: names of cpt_core and of installed libraries exist, and formats called equal are equal."""
 
 import copy
 import re
@@ -33,7 +33,7 @@ MODULES = {
 
 
 def rows():
-    """Section, their name, our names and what differs, of every row of a table."""
+    """Return section, foreign name, cpt names and differences of every table row."""
     for section in PAGE.split("\n## ")[1:]:
         for line in section.splitlines():
             if line.startswith("| `"):
@@ -52,19 +52,19 @@ ROWS = list(rows())
 
 
 def theirs(section, name):
-    """Evaluate a name of theirs, if the library is installed."""
+    """Return the value of a foreign name, if its library is installed."""
     names = {"torch": torch}
     for module in MODULES[section].split():
         names |= vars(pytest.importorskip(module))
     return eval(name, names)
 
 
-def test_every_library_has_its_table():
+def test_coming_from_has_table_per_library():
     assert {section for section, *_ in ROWS} == set(MODULES)
     assert len(ROWS) > 40
 
 
-def test_our_names_exist():
+def test_coming_from_cpt_names_exist():
     in_tables = {name for *_, ours, _ in ROWS for name in ours}
     assert all(
         isinstance(eval(name, dict(OURS)), (Format, Quantizer)) for name in in_tables
@@ -76,7 +76,7 @@ def test_our_names_exist():
 
 
 @pytest.mark.parametrize(("section", "name"), [row[:2] for row in ROWS])
-def test_their_names_exist(section, name):
+def test_coming_from_foreign_names_exist(section, name):
     theirs(section, name)
 
 
@@ -141,8 +141,8 @@ assert {section for section, *_ in EQUAL} == set(ROUNDED)
 
 
 @pytest.mark.parametrize(("section", "name", "ours", "ulp"), EQUAL)
-def test_what_is_called_equal_is(section, name, ours, ulp):
-    """Of numbers as weights are, and, but for NVFP4, of many halves between two numbers of the grid."""
+def test_coming_from_equal_formats_round_equally(section, name, ours, ulp):
+    """Round weight-like numbers and, except for NVFP4, many midpoints of the grid."""
     value = theirs(section, name)
     form, quantizer = (
         *(eval(each, dict(OURS)) for each in ours),
@@ -174,7 +174,7 @@ exec(re.search("```python\n(.*?)```", PAGE, re.DOTALL)[1], WRITTEN)
 
 
 def formats(activation, gradient="float32"):
-    """The page's configuration with other formats at level 8."""
+    """Return the page's configuration with given formats at level 8."""
     at_8 = {"activation": activation, "weight": activation, "gradient": gradient}
     ladder = {
         role: cpt.FormatLadder({8: name, 16: "bf16", 32: "float32"})
@@ -183,7 +183,7 @@ def formats(activation, gradient="float32"):
     return replace(WRITTEN["config"], ladder=ladder)
 
 
-def test_the_lines_of_the_page_put_float8_on_level_8():
+def test_coming_from_config_sets_float8_levels():
     assert WRITTEN["config"] == formats("e4m3", "e5m2")
     assert WRITTEN["config"].quantizers["linear_weight"] == Quantizer("per_tensor")
 
@@ -202,8 +202,8 @@ def test_the_lines_of_the_page_put_float8_on_level_8():
         ),
     ],
 )
-def test_layers_compute_what_those_of_torchao_do(name, converted, gradients):
-    """Forward and, but for what torchao does to gradients of its float8 fake quantisation, backward."""
+def test_coming_from_layers_equal_torchao(name, converted, gradients):
+    """Match torchao forward and, except for its float8 fake quantisation, backward."""
     config = theirs("torchao", name)
     torch.manual_seed(0)
     ours = torch.nn.Sequential(

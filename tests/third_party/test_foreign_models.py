@@ -1,4 +1,4 @@
-"""What does not move in float32 does not move at low bits: some foreign models; ``make third-party`` asks all."""
+"""Invariances of foreign models at low bits, if they hold in float32; ``make third-party`` runs all models."""
 
 from itertools import islice
 
@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-def test_families_are_large():
+def test_foreign_model_families_are_large():
     sizes = {family: len(list(cases())) for family, cases in FAMILIES.items()}
     assert sizes.keys() == EVERY.keys()
     assert sizes["decoders"] > 30
@@ -43,7 +43,7 @@ def test_families_are_large():
 @pytest.mark.parametrize(
     "case", CASES, ids=[f"{case.family} {case.name}" for case in CASES]
 )
-def test_outputs_stay_where_float32_stays(case):
+def test_foreign_model_keeps_float32_invariances(case):
     found = answers(case)
     assert unexpected_answers(found) == []
     assert len(found) == len(case.questions)
@@ -53,7 +53,7 @@ def test_outputs_stay_where_float32_stays(case):
 
 
 class BatchMean(nn.Module):
-    """A module whose outputs depend on the batch at low bits alone, or always."""
+    """Module with outputs that depend on the batch, at low bits only or always."""
 
     def __init__(self, always: bool) -> None:
         super().__init__()
@@ -85,19 +85,19 @@ def outcomes(module):
     return [(answer.outcome, answer.error) for answer in answers(case)]
 
 
-def test_harness_finds_outputs_that_hold():
+def test_invariance_harness_reports_holds():
     assert outcomes(nn.Sequential(nn.Linear(8, 8))) == [("holds", "")]
 
 
-def test_harness_finds_broken_outputs():
+def test_invariance_harness_reports_broken():
     assert outcomes(BatchMean(always=False)) == [("broken", "")]
 
 
-def test_harness_lets_float32_decide():
+def test_invariance_harness_requires_float32_invariance():
     assert outcomes(BatchMean(always=True)) == [("does not apply", "")]
 
 
-def test_harness_reports_crashes():
+def test_invariance_harness_reports_crashes():
     case = Case(
         "test",
         "module",
@@ -113,8 +113,8 @@ def test_harness_reports_crashes():
     assert count(found) == {"test: all": {"crashed": 1}}
 
 
-def test_harness_finds_ranges_of_the_batch_at_hand():
-    """Without a running range every batch has a range of its own."""
+def test_invariance_harness_notices_dynamic_batch_ranges():
+    """Use no running range, so that every batch has a dynamic one."""
     config = cpt.QuantConfig(
         quantizers={**QUANTIZERS, "linear_input": Quantizer("per_tensor")}
     )

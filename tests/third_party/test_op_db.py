@@ -1,4 +1,4 @@
-"""Torch's own functions, as torch tests them; ``make third-party`` runs all of them on more samples."""
+"""Functions of torch with torch's test inputs; ``make third-party`` runs more samples."""
 
 from itertools import islice
 
@@ -32,20 +32,20 @@ def names(infos):
     return [f"{info.name} {info.variant_test_name}".strip() for info in infos]
 
 
-def test_op_db_is_the_one_of_torch():
+def test_op_db_equals_that_of_torch():
     assert len(FUNCTIONS) > 500
     assert {info.name for info in PRODUCTS} == set(MULTIPLYING)
 
 
 @pytest.mark.parametrize("info", PRODUCTS, ids=names(PRODUCTS))
-def test_product_is_quantised_or_named(info):
+def test_op_db_matmul_is_quantized_or_reported(info):
     rows = list(islice(function_rows(info), len(FORMS)))
     assert unexpected_rows(rows) == []
     assert any(not row.skipped for row in rows)
 
 
 @pytest.mark.parametrize("info", OTHERS, ids=names(OTHERS))
-def test_function_without_product_is_unchanged(info):
+def test_op_db_function_without_matmul_is_unchanged(info):
     rows = list(islice(function_rows(info, FORMS[:1]), 1))
     assert unexpected_rows(rows) == []
 
@@ -54,7 +54,7 @@ def test_function_without_product_is_unchanged(info):
 
 
 class Noisy(torch.nn.Module):
-    """A subject that returns its input, but for what a test changes."""
+    """Module that returns its input, up to what a test changes."""
 
     def forward(self, x):
         return x * 2
@@ -64,17 +64,17 @@ def examined(call, *inputs):
     return examine(Row("subject", ""), Subject(call), list(inputs), {})
 
 
-def test_examination_finds_nothing_wrong_with_an_elementwise_function():
+def test_examination_accepts_elementwise_function():
     row = examined(Noisy(), torch.randn(4, 9))
     assert (row.products, row.faults, row.has_backward) == ("none", [], True)
 
 
-def test_examination_reports_a_product_of_one_number_as_float32():
+def test_examination_reports_single_number_matmul_as_float32():
     row = examined(torch.bmm, torch.randn(2, 4, 1), torch.randn(2, 1, 5))
     assert (row.products, row.faults) == ("named float32", [])
 
 
-def test_examination_reports_an_exact_product_that_is_called_quantised(monkeypatch):
+def test_examination_reports_exact_matmul_called_quantized(monkeypatch):
     monkeypatch.setattr(op_handlers, "in_full_precision", lambda layer: layer)
     row = examined(torch.bmm, torch.randn(2, 4, 1), torch.randn(2, 1, 4))
     assert (row.products, row.faults) == (
@@ -84,7 +84,7 @@ def test_examination_reports_an_exact_product_that_is_called_quantised(monkeypat
     assert count([row])["without a fault"] == 0
 
 
-def test_examination_reports_operands_that_are_not_rounded(monkeypatch):
+def test_examination_reports_unrounded_operands(monkeypatch):
     rounded = LayerPrecision.round_operand
 
     def round_keys_alone(self, role, x, along):
@@ -95,19 +95,19 @@ def test_examination_reports_operands_that_are_not_rounded(monkeypatch):
     assert "float32 operands of mm, which check calls quantised" in row.faults
 
 
-def test_examination_reports_what_float_mode_changes(monkeypatch):
+def test_examination_reports_changes_in_float_mode(monkeypatch):
     monkeypatch.setattr(QuantizedOpsMode, "is_idle", lambda self, args, kwargs: False)
     query, key, value = torch.randn(3, 2, 9, 8)
     row = examined(torch.nn.functional.scaled_dot_product_attention, query, key, value)
     assert row.faults == ["float mode differs"]
 
 
-def test_examination_skips_what_draws_unseeded_numbers():
+def test_examination_skips_unseeded_randomness():
     state = iter(range(100))
     row = examined(lambda x: x + next(state), torch.randn(3))
     assert row.skipped == "not deterministic"
 
 
-def test_importing_the_databases_leaves_flags_of_backends_free():
+def test_op_db_import_leaves_backend_flags_unfrozen():
     function_database()
     assert not torch.backends.flags_frozen()

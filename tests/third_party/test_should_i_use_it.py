@@ -1,4 +1,4 @@
-"""docs/should-i-use-it.md: what ``check`` says of the models of its table; its speeds are those of docs/int8.md."""
+"""docs/should-i-use-it.md: results of ``check`` for the models of its table, and speeds from docs/int8.md."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ ENDS = re.search(
 
 
 class Block(nn.Module):
-    """A block of a small GPT as people write it, in torch alone."""
+    """Block of a small GPT, written with plain torch."""
 
     def __init__(self, width=32, heads=4):
         super().__init__()
@@ -94,7 +94,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("make", "row"), [*zip(MADE, ROWS, strict=True)], ids=[row[0] for row in ROWS]
 )
-def test_the_lines_of_the_page_say_what_its_table_says(make, row, capsys, monkeypatch):
+def test_should_i_use_it_table_equals_check(make, row, capsys, monkeypatch):
     name, share, plain = row
     model, inputs = make()
     found, check = [], cpt.check
@@ -124,7 +124,7 @@ def test_the_lines_of_the_page_say_what_its_table_says(make, row, capsys, monkey
 
 
 def column(table, at, names=""):
-    """The lowest and highest number of a column, in the rows that have one of these names, without the tiny network."""
+    """Return the lowest and highest number of a table column, for rows with given names."""
     rows = [
         line.split("|")
         for line in table.splitlines()
@@ -135,7 +135,7 @@ def column(table, at, names=""):
     return f"{min(found):g} to {max(found):g}"
 
 
-def test_its_speeds_are_measured_ones():
+def test_should_i_use_it_speeds_equal_measurements():
     _, simulated, beside, _ = re.split(
         r"^\|---.*$", (DOCS / "int8.md").read_text(encoding="utf-8"), flags=re.M
     )
@@ -145,6 +145,6 @@ def test_its_speeds_are_measured_ones():
     assert f"bfloat16 autocast takes {column(beside, 5)} of a float32 step" in PAGE
 
 
-def test_the_page_is_short():
+def test_should_i_use_it_is_short():
     assert len(PAGE.split()) <= 600
     assert "0.547" in f"{cpt.StaticSchedule(5, 8).relative_cost(q_max=8):.3f}"

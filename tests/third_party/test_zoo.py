@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: some of ``bench.zoo``, and what it found of all."""
+"""Models of other libraries: a sample of ``bench.zoo``, and its watcher."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ NAMED = {  # in float32 by name: the products of parametrisations
 @pytest.mark.parametrize(("library", "name"), SOME)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
-def test_what_is_listed_as_quantised_runs_quantised(library, name):
+def test_zoo_model_listed_as_quantized_runs_quantized(library, name):
     row = try_model(library, name, MODELS[library][name], loops=False)
     assert row["finite"]
     assert row["silent"] == row["unknown"] == []
@@ -43,13 +43,13 @@ def test_what_is_listed_as_quantised_runs_quantised(library, name):
     assert row["undecided"] < 0.35, "the watcher could tell little"
 
 
-def test_models_are_used_as_people_use_them():
+def test_zoo_model_works_in_typical_loops():
     assert try_model("torch", "LSTMCell", MODELS["torch"]["LSTMCell"])[
         "loops"
     ] == dict.fromkeys(LOOPS, True)
 
 
-def test_the_watcher_sees_what_is_in_float32():
+def test_zoo_watcher_sees_float32_layers():
     model, inputs = MODELS["torch"]["Conv2d, Linear"]()
     model = cpt.quantize_(model, cpt.QuantConfig(float32=("2",)))
     with cpt.precision(model, 2, 2), Watcher(model) as watcher:
@@ -60,7 +60,7 @@ def test_the_watcher_sees_what_is_in_float32():
     }
 
 
-def test_the_watcher_counts_values():
+def test_zoo_watcher_recognises_grid_values():
     x = torch.randn(40, 20)
     grid = cpt.quantize(x, 2)
     assert on_grid(grid) is True

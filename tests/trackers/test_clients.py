@@ -1,4 +1,4 @@
-"""Rows in the trackers themselves, through their real clients, without a network: ``make trackers`` installs them.
+"""Rows in real trackers, sent by their clients without a network; ``make trackers`` installs the clients.
 
 What is read back is read by the tracker's own reader; only Weights & Biases has none for its files of offline runs.
 """
@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def runs(trained, tmp_path, monkeypatch):
-    """Return a folder of two runs, of which nothing was sent, in a home of its own and without a network.
+    """Return a folder of two unsent runs, with a separate home and without a network.
 
     One of the runs diverged: its curve has a number that is missing, and one that is infinite.
     """
@@ -88,7 +88,7 @@ def log(tracker):
 
 
 def check(row, curve, params, final, metrics):
-    """Compare what a tracker has of a run with its row and its curve: texts, floats, steps."""
+    """Compare a tracker's copy of a run with its row and its curve: texts, floats, steps."""
     assert (
         params.items()
         >= {
@@ -140,7 +140,7 @@ def test_tensorboard_shows_rows_and_curves(runs, rows, curves):
 
 
 def _from_sql(value):
-    """Return the number that MLflow was given: it keeps an infinite one in a database as the largest."""
+    """Return the number given to MLflow, which stores infinity as the largest float."""
     return math.inf if value == sys.float_info.max else value
 
 
@@ -173,7 +173,7 @@ def test_mlflow_shows_rows_and_curves(rows, curves, monkeypatch, tmp_path):
     assert len(client.search_runs([found[0].info.experiment_id])) == 2
 
 
-def test_mlflow_that_does_not_answer_costs_no_run(runs, monkeypatch):
+def test_mlflow_without_server_costs_no_run(runs, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     with socket.socket() as taken:  # nobody listens there
         taken.bind(("127.0.0.1", 0))
@@ -213,7 +213,7 @@ def test_trackio_shows_rows_and_curves(rows, curves, monkeypatch, tmp_path):
 
 
 def wandb_records(path: Path):
-    """Yield the records of an offline run: LevelDB's log format, blocks of 32 KiB of parts with a header of 7 bytes."""
+    """Yield the records of an offline run: LevelDB's log format, 32 KiB blocks of parts with 7-byte headers."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -260,8 +260,8 @@ def test_wandb_keeps_rows_and_curves_offline(runs, rows, curves):
     assert log("wandb") == "rows sent: 0"
 
 
-def test_all_clients_are_there():
-    """Where ``make trackers`` runs, no test is skipped."""
+def test_tracker_clients_are_all_installed():
+    """Require all tracker clients under ``make trackers``, so that no test is skipped."""
     if not os.environ.get("CPT_TRACKERS"):
         pytest.skip("make trackers installs them")
     assert {"mlflow", "tensorboard", "trackio", "wandb"} <= {

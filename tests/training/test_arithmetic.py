@@ -1,4 +1,4 @@
-"""Autocast, TF32 and channels last: fields of a recipe that are in force in training and evaluation, or are refused."""
+"""Autocast, TF32 and channels last as fields of a recipe, in training and evaluation; device selection."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def at(scale, **changes):
 
 @pytest.fixture
 def flags():
-    """Torch's own settings, which are put back."""
+    """Return torch's TF32 settings, and restore them afterwards."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
     yield lambda: (
@@ -52,7 +52,7 @@ def flags():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_no_named_recipe_changes_the_arithmetic():
+def test_recipes_keep_default_arithmetic():
     for scale in SCALES:
         for name, r in RECIPES[scale].items():
             assert (r.autocast, r.tf32, r.channels_last) == ("", False, False), name
@@ -60,7 +60,7 @@ def test_no_named_recipe_changes_the_arithmetic():
 
 @pytest.mark.parametrize("autocast", ["", "bfloat16"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_what_passes_between_layers_in_training_and_evaluation(autocast, channels_last):
+def test_session_applies_autocast_and_channels_last(autocast, channels_last):
     spec = digits(autocast=autocast, channels_last=channels_last)
     session = Session(load_task_class(spec), spec)
     (middle,) = (
@@ -105,7 +105,7 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", SMALL)
-def test_every_task_trains_under_autocast(dataset):
+def test_session_trains_every_task_under_autocast(dataset):
     small = {**SHORT, **SMALL[dataset], "steps": 2, "evaluate_every": 0}
     specs = [
         smoke_spec(dataset, **small, autocast=autocast) for autocast in ("", "bfloat16")
@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_have_no_effect_is_refused_before_anything_runs(name, tmp_path):
+def test_session_rejects_arithmetic_without_effect(name, tmp_path):
     changes, message = REFUSED[name]
     (spec,) = specs_of("CR", **changes)
     refused(message, Session, load_task_class(spec), spec)
@@ -139,7 +139,7 @@ def test_what_would_have_no_effect_is_refused_before_anything_runs(name, tmp_pat
 
 
 def pretend(monkeypatch, capability):
-    """A machine with a GPU, as far as torch is asked about it."""
+    """Simulate a machine with a GPU, as far as torch reports it."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
     monkeypatch.setattr(
         "torch.cuda.get_device_capability", lambda device=None: capability
@@ -151,7 +151,7 @@ def pretend(monkeypatch, capability):
     )
 
 
-def test_tf32_is_refused_by_gpus_that_do_not_have_it(monkeypatch):
+def test_choose_device_rejects_tf32_on_old_gpu(monkeypatch):
     spec = at("paper", tf32=True)
     pretend(monkeypatch, (8, 0))
     assert choose_device("cuda", spec) == "cuda"
@@ -177,7 +177,7 @@ CHOSEN = {  # scale, device asked for -> on a machine with a GPU
 
 
 @pytest.mark.parametrize(("scale", "asked"), CHOSEN)
-def test_demos_are_too_small_to_be_sent_to_a_gpu_unasked(scale, asked, monkeypatch):
+def test_choose_device_keeps_demos_on_cpu(scale, asked, monkeypatch):
     spec = at(scale)
     pretend(monkeypatch, (9, 0))
     assert choose_device(asked, spec) == CHOSEN[scale, asked]
@@ -218,7 +218,9 @@ NO_GPU = {  # the CUDA that torch is built for, what torch says when it starts t
 
 @pytest.mark.parametrize("case", NO_GPU)
 @pytest.mark.parametrize("asked", ["auto", "cuda"])
-def test_nothing_long_starts_on_the_cpu_unasked(asked, case, monkeypatch, tmp_path):
+def test_choose_device_rejects_unrequested_long_cpu_runs(
+    asked, case, monkeypatch, tmp_path
+):
     built, error, said = NO_GPU[case]
     spec = at("paper")
 
@@ -241,10 +243,8 @@ def test_nothing_long_starts_on_the_cpu_unasked(asked, case, monkeypatch, tmp_pa
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_a_machine_without_the_gpu_that_a_run_wants_says_nothing_of_its_arm(
-    monkeypatch, tmp_path
-):
-    """Such as one worker of a cluster: the row is missing, not the worst of all."""
+def test_run_without_its_gpu_fails_without_diverging(monkeypatch, tmp_path):
+    """Leave the row missing, as on one worker of a cluster, instead of counting it as diverged."""
     pretend(monkeypatch, None)
     row = run_all(Job(at("paper"), tmp_path / "rows.jsonl"))[0].row
     assert row["status"] == "failed"
@@ -253,9 +253,7 @@ def test_a_machine_without_the_gpu_that_a_run_wants_says_nothing_of_its_arm(
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_a_run_on_cuda_sets_tf32_for_both_libraries_and_its_row_says_so(
-    tf32, flags, monkeypatch
-):
+def test_arithmetic_sets_tf32_and_records_it(tf32, flags, monkeypatch):
     found = digits(tf32=tf32).recipe
     with arithmetic(found, torch.device("cpu")):
         assert flags() == (False, True)  # not the CPU's to change
@@ -274,7 +272,7 @@ def test_a_run_on_cuda_sets_tf32_for_both_libraries_and_its_row_says_so(
     }
 
 
-def test_only_rows_of_cuda_say_what_it_was(tmp_path, monkeypatch, flags):
+def test_provenance_has_cuda_for_cuda_rows_only(tmp_path, monkeypatch, flags):
     (spec,) = specs_of("CR")
     assert "cuda" not in run_all(Job(spec, tmp_path / "cpu.jsonl"))[0].row["provenance"]
     pretend(monkeypatch, (9, 0))
@@ -286,7 +284,7 @@ def test_only_rows_of_cuda_say_what_it_was(tmp_path, monkeypatch, flags):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_products_on_a_gpu_are_of_float32_or_tf32(flags):
+def test_gpu_matmul_is_float32_or_tf32(flags):
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).cuda()
     w = torch.randn(64, 256, 1, 1, generator=torch.Generator().manual_seed(1)).cuda()
     exact = x.double() @ w.double()[:, :, 0, 0].T
@@ -301,9 +299,7 @@ def test_products_on_a_gpu_are_of_float32_or_tf32(flags):
 
 
 @pytest.mark.parametrize("asked", [None, "0", "1"])
-def test_the_order_of_sums_is_fixed_where_that_is_asked_for_and_the_row_says_so(
-    asked, tmp_path, monkeypatch
-):
+def test_deterministic_switch_is_applied_and_recorded(asked, tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # what is set stays
     monkeypatch.setenv("CPT_DETERMINISTIC", asked or "")
     try:

@@ -1,4 +1,4 @@
-"""Runs side by side end as they end alone, bit for bit; what cannot be replayed is done step by step."""
+"""Runs trained side by side: bit for bit equal to single runs; unsupported steps run one by one."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ STEPS = 12
 
 
 def arms_of(dataset, model=None, count=5, **changes):
-    """Schedules of a seed: cycles, static bits, another q_max, gradients with bits of their own, float32."""
+    """Return schedules of one seed: cycles, static bits, different q_max, separate gradient bits, float32."""
     short = {"steps": STEPS, "n_cycles": 2, "evaluate_every": 5, **changes}
     first = quietly(smoke_spec, dataset, "CR", 0, model, **short)
     steps = first.recipe.steps
@@ -49,7 +49,7 @@ def arms_of(dataset, model=None, count=5, **changes):
 
 
 def outcome(run):
-    """All of a run but seconds, and its weights."""
+    """Return all of a run except seconds, and its weights."""
     return run.status, run.error, run.history, run.metrics, run.bitops, run.checksum
 
 
@@ -63,7 +63,7 @@ def equal(run, alone):
 
 
 def both_ways(specs, hooks=(None,) * 11, task=None):
-    """Runs side by side, and each of them alone."""
+    """Return runs trained side by side, and the runs trained alone."""
     given = [
         (task or load_task_class(spec), spec, hook)
         for spec, hook in zip(specs, hooks, strict=False)
@@ -76,7 +76,7 @@ def both_ways(specs, hooks=(None,) * 11, task=None):
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """How many steps of runs were replayed."""
+    """Return the list of step counts that were replayed."""
     counted, do = [], module._BatchedStepper._run_replayed
 
     def noted(self, replay, arms, batch):
@@ -124,8 +124,8 @@ TASKS = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_runs_end_as_they_do_alone(name, replayed):
-    """Eleven arms of the quick ones."""
+def test_batched_runs_equal_single_runs(name, replayed):
+    """Compare runs trained side by side with single runs; the quick tasks have eleven arms."""
     dataset, model, changes = TASKS[name]
     count = {"mlp": 11, "resnet": 7, "bert": 3}.get(name, 5)
     specs = arms_of(dataset, model, count, **changes)
@@ -142,8 +142,8 @@ def test_runs_end_as_they_do_alone(name, replayed):
     )
 
 
-def test_one_run_does_the_steps_that_several_have_in_common(replayed):
-    """Bits that fall at step 6 or 9 are those of static 8 until then; a probe that writes to a model parts it."""
+def test_batched_runs_share_common_steps(replayed):
+    """Separate runs at the first step with different bits, or if a probe changes a model."""
     first = arms_of("digits", "mlp6", 2)[1]
     schedules = [
         cpt.DeficitSchedule(3, 8, ((start, start + 2),), STEPS) for start in (6, 9)
@@ -163,7 +163,7 @@ def test_one_run_does_the_steps_that_several_have_in_common(replayed):
     assert replayed == [1] * 4 + [2] * 3 + [3] * 2 + [4]
 
 
-def test_one_that_diverges_ends_alone(replayed):
+def test_batched_run_that_diverges_ends_alone(replayed):
     specs = arms_of("digits", "mlp6", 3)
 
     def poisoned(step, model, loss):
@@ -180,7 +180,7 @@ def test_one_that_diverges_ends_alone(replayed):
 
 
 @pytest.mark.parametrize("where", ["a probe", "a step"])
-def test_one_that_raises_ends_alone(where, monkeypatch):
+def test_batched_run_that_raises_ends_alone(where, monkeypatch):
     specs, step = arms_of("digits", "mlp6", 3), Session.step
 
     def broken(step, model, loss):
@@ -214,7 +214,7 @@ def test_one_that_raises_ends_alone(where, monkeypatch):
     assert all(equal(runs[i], train(ImageTask, specs[i])) for i in (0, 2))
 
 
-def test_what_one_draws_no_other_misses():
+def test_batched_runs_have_separate_random_draws():
     specs = arms_of("pydoc", None, 3, dropout=0.3)
 
     def draws(step, model, loss):
@@ -225,15 +225,15 @@ def test_what_one_draws_no_other_misses():
 
 
 @pytest.mark.parametrize("name", ["mlp", "gcn", "lstm"])
-def test_plain_kernels_are_replayed_likewise(name, replayed, monkeypatch):
+def test_batched_runs_replay_plain_kernels(name, replayed, monkeypatch):
     monkeypatch.setattr("cpt_extras.kernels.operators.active", torch.ops.cpt_reference)
     dataset, model, changes = TASKS[name]
     assert all(map(equal, *both_ways(arms_of(dataset, model, 2, **changes))))
     assert sum(replayed) == 2 * (STEPS - module.REPLAY_WARM_UP_STEPS)
 
 
-def test_killed_runs_go_on_together_or_alone(tmp_path):
-    """Each has its own checkpoint; one that is further on waits for the others."""
+def test_batched_runs_resume_together_or_alone(tmp_path):
+    """Resume each from its checkpoint; a run ahead waits for the rest."""
     specs = arms_of("pydoc", None, 3, dropout=0.3)
     files = [tmp_path / f"{i}.pt" for i in range(3)]
 
@@ -267,7 +267,7 @@ def test_killed_runs_go_on_together_or_alone(tmp_path):
         assert equal(run, train(load_task_class(spec), spec))
 
 
-def test_seconds_of_a_run_are_its_own():
+def test_batched_runs_report_separate_seconds():
     specs = arms_of("digits", "mlp6", 3)
     runs = run_batched([training_steps(ImageTask, spec) for spec in specs])
     assert all(0 < run.seconds < 10 for run in runs)
@@ -279,20 +279,20 @@ SEEN = torch.zeros(())
 
 
 def unseen(task, model):
-    """Compute a factor of the loss where torch does not see it."""
+    """Compute a factor of the loss without torch noticing."""
     scale = torch.ones(1)
     scale.numpy()[0] = float(model.body[0].precision.num_steps)
     return scale[0]
 
 
 def counts(task, model):
-    """Write to a tensor that is no run's own."""
+    """Write to a tensor that belongs to no run."""
     SEEN.add_(1)
     return 1
 
 
 def draws(task, model):
-    """Draw random numbers in an operation on what a run has computed."""
+    """Draw random numbers in an operation on a computed value."""
     return 1 + 0 * torch.bernoulli(model.body[0].weight.detach().sigmoid()).sum()
 
 
@@ -312,9 +312,7 @@ def keeps(task, model):
         (keeps, "keeps a part"),
     ],
 )
-def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(
-    factor, words, replayed, caplog
-):
+def test_batched_runs_fall_back_to_single_steps(factor, words, replayed, caplog):
     class Spoilt(ImageTask):
         def loss(self, model, batch, carry):
             loss, carry = super().loss(model, batch, carry)
@@ -331,7 +329,7 @@ def test_what_cannot_be_replayed_says_so_and_runs_step_by_step(
     assert replayed == []
 
 
-def test_recording_leaves_a_run_as_it_was():
+def test_batched_runs_recording_keeps_session_state():
     spec = arms_of("digits", "resnet8_w8", 1, batch=16)[0]
     session, other = Session(ImageTask, spec), Session(ImageTask, spec)
     for one in (session, other):
@@ -351,7 +349,7 @@ def test_recording_leaves_a_run_as_it_was():
     )
 
 
-def test_what_pays_is_what_was_measured_to():
+def test_batching_pays_for_measured_tasks():
     found = {
         name: batching_is_faster(smoke_spec(d, "static 8", 0, m, **changes))
         for name, (d, m, changes) in TASKS.items()

@@ -1,4 +1,4 @@
-"""Captured steps: the numbers of the steps that they replace, over a whole schedule; what is not captured says why."""
+"""Captured steps: equal to the steps they replace over a whole schedule, or a reason against capture."""
 
 import itertools
 from dataclasses import replace
@@ -84,7 +84,7 @@ RUNS = {
 
 @pytest.fixture
 def recorders(monkeypatch):
-    """Let sessions on the CPU capture their steps; returns the recorders that were made."""
+    """Let sessions on the CPU capture their steps; return the recorders."""
     made = []
 
     def recorder(device):
@@ -113,7 +113,7 @@ def recorders(monkeypatch):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """A context in which nothing repeats often enough to be recorded."""
+    """Return a context in which no step repeats often enough to be recorded."""
 
     def run(call, *args, **kwargs):
         with monkeypatch.context() as patch:
@@ -133,7 +133,7 @@ def spec_of(name, **changes):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eager):
+def test_captured_steps_equal_eager_bit_for_bit(name, recorders, eager):
     spec = spec_of(name)
     plain = eager(train, load_task_class(spec), spec)
     bits = set(plain.history["bits"])
@@ -148,9 +148,7 @@ def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eage
 @pytest.mark.parametrize(
     "name", ["images", "words", "sentences", "quantised sums", "sums on codes"]
 )
-def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(
-    name, recorders
-):
+def test_captured_evaluation_follows_weights_and_bits(name, recorders):
     spec = spec_of(name)
     one = Session(load_task_class(spec), spec)
     forward, batches = one.forward, one.task.batches(0)
@@ -166,7 +164,7 @@ def test_replayed_answers_are_those_of_the_model_at_its_weights_and_bits(
 @pytest.mark.parametrize(
     "name", ["words", "graph"]
 )  # a state that is carried; Adam, which counts its steps
-def test_a_resumed_run_records_anew(name, recorders, tmp_path):
+def test_captured_run_records_again_when_resumed(name, recorders, tmp_path):
     spec, file = spec_of(name), tmp_path / "run.pt"
     whole = train(load_task_class(spec), spec)
     stop_at(11, spec, file)
@@ -182,9 +180,10 @@ def test_a_resumed_run_records_anew(name, recorders, tmp_path):
         ("images", "mx", ((1, 6), (2, 6), (1, 4), (2, 2))),
     ],
 )
-def test_bits_that_codes_do_not_hold_and_formats_are_recorded_by_themselves(
+def test_captured_steps_recorded_per_execution_and_format(
     name, ladder, runs, recorders, eager
 ):
+    """Record steps beyond 8 bits, and of each ladder format, separately."""
     spec, top = spec_of(name), min(8, max(bits for bits, _ in runs))
     recipe = replace(spec.recipe, ladder=ladder)
     spec = replace(
@@ -200,9 +199,7 @@ def test_bits_that_codes_do_not_hold_and_formats_are_recorded_by_themselves(
 
 
 @pytest.mark.parametrize("name", ["images", "words"])
-def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
-    name, recorders
-):
+def test_captured_steps_follow_learning_rate_and_nan(name, recorders):
     spec = spec_of(name, clip=0.1)
     one = Session(load_task_class(spec), spec)
     batches = one.task.batches(0)
@@ -227,10 +224,8 @@ def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
     assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
 
 
-def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(
-    recorders, monkeypatch
-):
-    """A replay moves the versions of what it writes, as the step does that it replaces."""
+def test_captured_steps_update_weights_for_callers(recorders, monkeypatch):
+    """Advance tensor versions as the replaced step does, and use no stale weights."""
     spec = spec_of("images")
     one, other = (
         Session(load_task_class(spec), spec),
@@ -249,7 +244,7 @@ def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(
     assert (one.captured > 0, other.captured) == (True, 0)
 
 
-def test_losses_are_the_callers_to_keep(recorders):
+def test_captured_losses_are_not_overwritten(recorders):
     spec = spec_of("images")
     one = Session(load_task_class(spec), spec)
     batches = one.task.batches(0)
@@ -260,9 +255,7 @@ def test_losses_are_the_callers_to_keep(recorders):
     assert list(map(float, losses)) == kept
 
 
-def test_what_cannot_be_recorded_goes_on_and_says_why(
-    recorders, eager, monkeypatch, caplog
-):
+def test_capture_falls_back_and_gives_reason(recorders, eager, monkeypatch, caplog):
     spec = spec_of("images")
     task = load_task_class(spec)
     plain = eager(train, task, spec)
@@ -285,8 +278,8 @@ def test_what_cannot_be_recorded_goes_on_and_says_why(
     )
 
 
-def test_a_number_that_python_keeps_is_noticed(recorders, eager):
-    """The control: a step that a recording would freeze gives other losses, and this test would see them."""
+def test_captured_python_state_is_frozen(recorders, eager):
+    """Show as a control that a recorded step with Python state gives different losses."""
     spec = spec_of("words")
 
     class Drifts(load_task_class(spec)):
@@ -311,7 +304,7 @@ def test_a_number_that_python_keeps_is_noticed(recorders, eager):
         ("cuda", False, "1", "shapes differ from step to step"),
     ],
 )
-def test_where_steps_are_captured(device, fixed, value, reason, monkeypatch):
+def test_capture_unsupported_reason(device, fixed, value, reason, monkeypatch):
     monkeypatch.setenv("CPT_CAPTURE", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cuda_graphs.unsupported_reason(torch.device(device), fixed) == reason

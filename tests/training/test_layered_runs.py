@@ -1,4 +1,4 @@
-"""Runs whose layers have different bits: what is trained, evaluated, counted and written into rows."""
+"""Runs with different bits per layer: training, evaluation, BitOps and rows."""
 
 import json
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_precision_takes_bits_by_pattern():
         pass
 
 
-def test_bitops_of_layers_by_hand():
+def test_count_bitops_of_layered_schedule():
     model = net()
     plan = count_bitops(
         model, (torch.ones(1, 4),), BY_LAYER, q_grad=8, convention="paper"
@@ -79,7 +79,7 @@ def test_bitops_of_layers_by_hand():
     assert BY_LAYER.relative_cost(8, q_max=8) == pytest.approx(plan.total / static)
 
 
-def test_one_schedule_for_all_layers_trains_bit_for_bit_as_the_schedule_itself():
+def test_layered_schedule_of_equal_parts_trains_identically():
     one = train(load_task_class(spec()), spec(LOW))
     other = train(
         load_task_class(spec()), spec(LayeredSchedule(((("body.*",), LOW, 1),)))
@@ -91,7 +91,7 @@ def test_one_schedule_for_all_layers_trains_bit_for_bit_as_the_schedule_itself()
     assert different.history["loss"] != one.history["loss"]
 
 
-def test_evaluation_at_the_current_bits_is_that_of_every_layer():
+def test_layered_run_evaluates_at_bits_per_layer():
     run = train(load_task_class(spec()), spec())
     model = run.model.eval()
     task = load_task_class(spec())(spec(), torch.device("cpu"))
@@ -104,7 +104,7 @@ def test_evaluation_at_the_current_bits_is_that_of_every_layer():
     assert run.history["bits"] == [6] * 6  # the highest of any layer
 
 
-def test_a_row_says_what_it_cost(tmp_path):
+def test_layered_run_row_states_its_cost(tmp_path):
     row = run_all(Job(spec(), tmp_path / "image.jsonl", SweepOptions(device="cpu")))[
         0
     ].row
@@ -125,7 +125,7 @@ def test_a_row_says_what_it_cost(tmp_path):
     assert line.relative_cost == row["relative_cost"]
 
 
-def test_rows_of_plain_schedules_are_as_before():
+def test_plain_schedule_rows_keep_their_cost():
     plain = run_spec(recipe("smoke", "digits"), "CR", q_max=8, seed=0, scale="smoke")
     row = stores.describe(plain)
     assert row["relative_cost"] == plain.schedule.relative_cost(8)
@@ -139,7 +139,7 @@ def test_rows_of_plain_schedules_are_as_before():
     assert static["noise_exposure"] == 64
 
 
-def test_curves_of_ones_own_become_tables_in_layers_too():
+def test_layered_schedule_stores_functions_as_tables():
     own = spec(
         LayeredSchedule(((("*",), FunctionSchedule(lambda u: 3 + 2 * u, 6), 1),))
     )

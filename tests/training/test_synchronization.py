@@ -1,4 +1,4 @@
-"""Training on a GPU without the host in the loop, on a pretended one: see ``fake_gpu.py``."""
+"""Training on a simulated GPU (``fake_gpu.py``): results, and waits of the host for the device."""
 
 import inspect
 import math
@@ -104,7 +104,7 @@ def values(model):
 
 
 @pytest.mark.parametrize("name", ["images", "gcn, Q-Agg", "sage", "lstm"])
-def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path):
+def test_gpu_training_stops_and_resumes(name, tmp_path):
     spec = spec_of(name)
     with Phantom():
         whole = start(spec)
@@ -127,7 +127,8 @@ def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_host_waits_for_no_step_and_once_for_an_evaluation(name):
+def test_gpu_steps_never_wait_for_host(name):
+    """Let the host wait for no training step, and once per evaluation."""
     spec = spec_of(name, steps=8)
     with Phantom() as gpu:
         session = Session(load_task_class(spec), spec, GPU)
@@ -147,7 +148,7 @@ def test_the_host_waits_for_no_step_and_once_for_an_evaluation(name):
 
 
 def disturb(monkeypatch, at, value):
-    """Let the loss of call number ``at`` of the image task be ``value``, on whatever device."""
+    """Replace the loss of call number ``at`` of the image task by ``value``."""
     calls, loss = iter(range(1000)), ImageTask.loss
 
     def disturbed(*args):
@@ -158,7 +159,7 @@ def disturb(monkeypatch, at, value):
 
 
 @pytest.mark.parametrize("changes", [{}, {"evaluate_every": 4}])
-def test_losses_are_read_together(changes, monkeypatch):
+def test_gpu_losses_are_read_in_batches(changes, monkeypatch):
     monkeypatch.setattr(loop, "LOSS_READ_INTERVAL", 3)
     spec = spec_of("mlp", **{"steps": 11, "evaluate_every": 0, **changes})
     with Phantom() as gpu:
@@ -179,7 +180,7 @@ def test_losses_are_read_together(changes, monkeypatch):
 
 # the first and the second of the steps whose losses are read together; the last step of all
 @pytest.mark.parametrize(("at", "value"), [(0, math.nan), (4, math.inf), (7, math.inf)])
-def test_a_run_that_diverges_is_the_same_run_however_late_it_is_noticed(
+def test_gpu_divergence_is_independent_of_read_interval(
     at, value, monkeypatch, tmp_path
 ):
     spec = spec_of("mlp", steps=8, evaluate_every=0)
@@ -227,9 +228,7 @@ def test_a_run_that_diverges_is_the_same_run_however_late_it_is_noticed(
 @pytest.mark.parametrize(
     "model", ["mlp", "gcn", "bert"]
 )  # SGD with momentum, Adam, AdamW
-def test_no_weight_changes_from_a_loss_on_that_is_not_finite(
-    model, device, monkeypatch
-):
+def test_non_finite_loss_changes_no_weight(model, device, monkeypatch):
     spec = spec_of(model)
     with Phantom() if device == GPU else nullcontext():
         session = Session(load_task_class(spec), spec, device)
@@ -253,7 +252,7 @@ def test_no_weight_changes_from_a_loss_on_that_is_not_finite(
         )
 
 
-def test_a_precision_that_diverges_does_not_stop_the_next_one(monkeypatch):
+def test_range_test_continues_after_diverged_precision(monkeypatch):
     recipe, loss = spec_of("mlp").recipe, ImageTask.loss
 
     def fails_at_3_bits(task, model, batch, carry):
@@ -270,7 +269,7 @@ def test_a_precision_that_diverges_does_not_stop_the_next_one(monkeypatch):
     assert disturbed.losses[0][1:] == whole.losses[0]
 
 
-def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
+def test_gpu_session_needs_fused_optimizer(monkeypatch):
     optimizer = ImageTask.optimizer
     monkeypatch.setattr(
         ImageTask,
@@ -292,7 +291,7 @@ def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
 
 
 @pytest.mark.parametrize(("first", "second"), [("cpu", GPU), (GPU, "cpu")])
-def test_a_run_goes_on_on_another_device(first, second, tmp_path):
+def test_gpu_run_resumes_on_different_device(first, second, tmp_path):
     spec = spec_of("gcn")  # Adam counts its steps where it computes
     with Phantom() as gpu:
         gpu.whole = first == GPU

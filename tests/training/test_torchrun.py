@@ -1,4 +1,4 @@
-"""One run on two processes of gloo: one alone trains alike, a stopped run goes on, what cannot be shared is refused."""
+"""One run on two gloo processes: equal to one process, resumable, with errors for unsupported settings."""
 
 import datetime
 import json
@@ -59,7 +59,7 @@ def nearest(*given):
 
 
 def trained(spec=SPEC, **options):
-    """Train with gradients rounded to nearest, on ranges of all processes; return what came of it."""
+    """Train with gradients rounded to nearest and ranges of all processes; return the results."""
     with patch.object(session, "quant_config", nearest), process_group.global_ranges():
         run = train(load_task_class(spec), spec, **options)
     weights = torch.cat([x.flatten() for x in run.model.state_dict().values()])
@@ -101,7 +101,7 @@ def worker(rank, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What two processes of torchrun have left: those of ``worker``, then of a grid on the command line."""
+    """Return the folder written by two torchrun processes: by ``worker``, then by a grid on the command line."""
     folder = tmp_path_factory.mktemp("run")
     command = [
         sys.executable,
@@ -135,7 +135,7 @@ def both(folder):
 
 
 @pytest.mark.parametrize(("kind", "spec"), [("whole", SPEC), ("pairs", PAIRS)])
-def test_two_processes_train_as_one_does(kind, spec, both):
+def test_torchrun_two_processes_equal_one(kind, spec, both):
     alone, (first, second) = trained(spec), (found[kind] for found in both)
     torch.testing.assert_close(first["loss"][:2], alone["loss"][:2], rtol=1e-3, atol=0)
     torch.testing.assert_close(
@@ -147,18 +147,19 @@ def test_two_processes_train_as_one_does(kind, spec, both):
     assert first["metrics"] == second["metrics"]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(both):
+def test_torchrun_resumes_bit_for_bit(both):
     for found in both:
         assert found["resumed"]["loss"] == found["whole"]["loss"]
         assert torch.equal(found["resumed"]["weights"], found["whole"]["weights"])
 
 
-def test_each_process_drops_out_others_and_evaluates_on_its_own_ranges(both):
+def test_torchrun_processes_draw_separate_dropout(both):
+    """Draw different dropout per process, and evaluate on the ranges of the process."""
     assert not torch.equal(both[0]["random"], both[1]["random"])
     assert [found["own"] for found in both] == [True, True]
 
 
-def test_another_number_of_processes_does_not_go_on(folder):
+def test_torchrun_rejects_different_number_of_processes(folder):
     with pytest.raises(
         ValueError, match="was written by 2 processes, and 1 would go on from it"
     ):
@@ -189,7 +190,7 @@ def test_another_number_of_processes_does_not_go_on(folder):
         ),
     ],
 )
-def test_what_cannot_be_shared_is_refused_before_anything_runs(
+def test_torchrun_rejects_unsupported_settings_before_runs(
     task, count, options, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(process_group, "size", lambda: count)
@@ -199,7 +200,7 @@ def test_what_cannot_be_shared_is_refused_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_shares_are_the_batch(monkeypatch):
+def test_torchrun_shares_partition_the_batch(monkeypatch):
     task = load_task_class(SPEC)(SPEC, torch.device("cpu"))
     whole = next(
         array_batches(

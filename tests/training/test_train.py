@@ -1,3 +1,5 @@
+"""Training loop: results, metrics, divergence, and checkpoints that survive kills and damage."""
+
 import itertools
 import json
 import math
@@ -31,7 +33,7 @@ def run():
     return train(ImageTask, spec_of())
 
 
-def test_result(run):
+def test_train_follows_schedule_and_learns(run):
     assert (run.status, run.error) == ("ok", "")
     assert run.history["bits"] == run.spec.schedule.bits().tolist()
     assert run.history["lr"][94] == pytest.approx(0.03)
@@ -43,7 +45,7 @@ def test_result(run):
     assert run.metric("accuracy") > 0.6
 
 
-def test_every_metric_says_how_it_was_measured(run):
+def test_train_metrics_state_split_moment_and_precision(run):
     wanted = {
         (s, w, p)
         for s in ("valid", "test")
@@ -59,7 +61,7 @@ def test_every_metric_says_how_it_was_measured(run):
     refused("no metric", run.metric, "f1", error=KeyError)
 
 
-def test_evaluation_precision_makes_a_difference():
+def test_train_evaluates_at_q_max_and_current():
     run = train(ImageTask, spec_of("static 3", steps=20))
     at = {
         m["precision"]: (m["bits"], m["value"])
@@ -70,7 +72,7 @@ def test_evaluation_precision_makes_a_difference():
     assert at["q_max"][1] != at["current"][1]
 
 
-def test_evaluation_is_no_training_and_current_bits_are_those_of_the_last_step(
+def test_evaluate_uses_eval_mode_and_last_bits(
     monkeypatch,
 ):
     session, seen = Session(ImageTask, spec_of("CR")), []
@@ -88,7 +90,7 @@ def test_evaluation_is_no_training_and_current_bits_are_those_of_the_last_step(
     assert not any(seen)
 
 
-def test_accuracy_and_loss_by_hand():
+def test_image_task_accuracy_and_loss():
     task = ImageTask(spec_of(), torch.device("cpu"))
     weight = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
     found = task.evaluate(lambda images: images.flatten(1) @ weight)
@@ -104,7 +106,7 @@ def test_accuracy_and_loss_by_hand():
         )
 
 
-def test_a_seed_decides_the_initial_weights():
+def test_session_initial_weights_follow_seed():
     first, again, other = (
         Session(ImageTask, spec_of(seed=seed)).model.fc.weight for seed in (0, 0, 1)
     )
@@ -112,7 +114,7 @@ def test_a_seed_decides_the_initial_weights():
     assert not torch.equal(first, other)
 
 
-def test_bitops_of_a_run(run):
+def test_train_counts_bitops(run):
     layers = 64 * 32 + 5 * 32 * 32 + 32 * 10
     squares = sum(int(q * q + 16 * q) for q in run.spec.schedule.bits())
     assert run.bitops["paper"] == 64 * layers * squares / 1024
@@ -121,7 +123,7 @@ def test_bitops_of_a_run(run):
     )  # the classifier alone, in float32
 
 
-def test_gradients_are_clipped_to_the_norm_of_the_recipe():
+def test_session_step_clips_gradient_norm():
     session = Session(ImageTask, spec_of(clip=0.01, weight_decay=0.0))
     before = [p.detach().clone() for p in session.model.parameters()]
     session.step(
@@ -133,7 +135,7 @@ def test_gradients_are_clipped_to_the_norm_of_the_recipe():
     assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-def test_divergence_is_a_status():
+def test_train_reports_diverging_loss_as_status():
     run = train(ImageTask, spec_of(clip=None, lr=1e20))
     assert run.status == "diverged"
     assert run.metrics == []
@@ -156,12 +158,12 @@ def test_divergence_is_a_status():
         (3, "test.accuracy", -math.inf),
     ],
 )
-def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypatch):
+def test_train_reports_non_finite_evaluation_as_diverged(at, place, value, monkeypatch):
     model = "resnet8_w8" if place.startswith("bn") else "mlp6"
     calls, evaluate = itertools.count(), ImageTask.evaluate
 
     def disturbed(task, net):
-        """What evaluation number ``at`` finds has the value in a metric of a split, or it leaves that in the model."""
+        """Set ``place`` to the value at evaluation number ``at``: in a split's metric or in the model."""
         found = evaluate(task, net)
         if next(calls) == at:
             if place in net.state_dict():
@@ -189,7 +191,7 @@ def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypat
 
 
 def stop_at(step, spec, checkpoint, **options):
-    """Train until so many steps are done, as a run that somebody stops."""
+    """Train until a number of steps are done, like an interrupted run."""
     asked = iter(range(step))
     with pytest.raises(Stopped, match=f"at step {step} of {spec.recipe.steps}"):
         train(
@@ -203,7 +205,7 @@ def stop_at(step, spec, checkpoint, **options):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A short run: its undisturbed result, and the bytes of its two checkpoints when it was stopped at step 11."""
+    """Return a short run: its uninterrupted result, and its two checkpoints when stopped at step 11."""
     spec, checkpoint = (
         spec_of(steps=20, n_cycles=1),
         tmp_path_factory.mktemp("stopped") / "run.pt",
@@ -216,7 +218,7 @@ def stopped(tmp_path_factory):
     return spec, train(load_task_class(spec), spec), files
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_left_alone(stopped, tmp_path):
+def test_checkpoint_of_different_run_is_rejected(stopped, tmp_path):
     spec, _, (newer, _) = stopped
     (tmp_path / "run.pt").write_bytes(newer)
     other = spec_of(steps=20, n_cycles=1, seed=5)
@@ -227,7 +229,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(stopped, tmp_path
     assert os.listdir(tmp_path) == ["run.pt"]
 
 
-def test_a_checkpoint_of_other_data_is_set_aside(stopped, tmp_path, caplog):
+def test_checkpoint_of_different_data_is_set_aside(stopped, tmp_path, caplog):
     spec, _, (newer, _) = stopped
     (tmp_path / "run.pt").write_bytes(newer)
     steps = []
@@ -251,10 +253,10 @@ def test_a_checkpoint_of_other_data_is_set_aside(stopped, tmp_path, caplog):
     )
 
 
-def test_checkpoint_of_other_numerics_is_set_aside(
+def test_checkpoint_of_different_numerics_is_set_aside(
     stopped, tmp_path, caplog, monkeypatch
 ):
-    """A run that was interrupted under other numerics begins anew, with a warning."""
+    """Restart a run interrupted under different numerics, with a warning."""
     spec, _, (newer, _) = stopped
     (tmp_path / "run.pt").write_bytes(newer)
     (tmp_path / "run.previous.pt").write_bytes(newer)
@@ -288,9 +290,10 @@ DAMAGES = {
 @pytest.mark.parametrize(
     ("damage", "both"), [*((damage, False) for damage in DAMAGES), ("a gap", True)]
 )
-def test_a_damaged_checkpoint_changes_no_number(
+def test_checkpoint_damage_falls_back_to_previous(
     damage, both, stopped, tmp_path, caplog
 ):
+    """Resume from the previous checkpoint with the results of an uninterrupted run."""
     spec, straight, files = stopped
     checkpoint, steps = tmp_path / "run.pt", []
     for name, content, hurt in zip(
@@ -324,10 +327,8 @@ def test_a_damaged_checkpoint_changes_no_number(
     )
 
 
-def test_a_whole_checkpoint_is_on_the_disk_before_it_is_the_newest(
-    tmp_path, monkeypatch
-):
-    """A machine that stops between two of these leaves the older checkpoint or the newer one."""
+def test_checkpoint_is_synced_before_renaming(tmp_path, monkeypatch):
+    """Leave the older or the newer checkpoint if the machine stops in between."""
     events, fsync, rename = [], os.fsync, os.replace
     monkeypatch.setattr(
         os,
@@ -344,14 +345,14 @@ def test_a_whole_checkpoint_is_on_the_disk_before_it_is_the_newest(
 
 
 class Killed(BaseException):
-    """The process is dead."""
+    """Exception that simulates a killed process."""
 
 
 OPERATIONS = ("replace", "fsync", "link", "unlink", "open")
 
 
 def die_at(patch, number):
-    """Let every operation on files from this one on do nothing but raise, as in a process that is killed before it."""
+    """Make every file operation from number ``number`` on raise, as if the process had been killed."""
     count = itertools.count()
 
     def dying(do):
@@ -367,10 +368,10 @@ def die_at(patch, number):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_wherever_a_writer_is_killed_there_is_a_checkpoint(
+def test_checkpoint_survives_kill_at_every_operation(
     links, stopped, tmp_path, monkeypatch
 ):
-    """Before each operation on files of saving step 11 over step 10, and after the last: the newest is always there."""
+    """Kill before each file operation of saving step 11 over step 10, and after the last."""
     spec, _, (newer, older) = stopped
     if (
         not links
@@ -413,10 +414,8 @@ def test_wherever_a_writer_is_killed_there_is_a_checkpoint(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_one_before_is_replaced_also_when_it_is_the_same_file_already(
-    again, tmp_path
-):
-    """So a writer that was killed between giving the second name and taking away the first leaves them."""
+def test_write_atomically_replaces_previous_copy(again, tmp_path):
+    """Accept a previous file that is a link to the new one, as left by a killed writer."""
     path, before = tmp_path / "x", tmp_path / "x.before"
     path.write_text("old")
     if again:
@@ -426,7 +425,7 @@ def test_the_one_before_is_replaced_also_when_it_is_the_same_file_already(
     assert sorted(os.listdir(tmp_path)) == ["x", "x.before"]
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
+def test_train_resumes_bit_for_bit(tmp_path):
     spec = spec_of(
         steps=40, n_cycles=2, crop=1, evaluate_every=15, train_images=100
     )  # batches of two sizes
@@ -454,7 +453,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
         assert same_parameters(resumed.model, straight.model)
 
 
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+def test_train_continues_if_checkpoint_cannot_be_written(tmp_path, caplog):
     spec = spec_of(steps=10, n_cycles=1)
     (tmp_path / "file").touch()
     run = train(
@@ -467,7 +466,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
     assert "cannot write" in caplog.text
 
 
-def test_unknown_task():
+def test_run_spec_rejects_unknown_task():
     chess = replace(recipe("demo"), task="chess")
     refused(
         "unknown task 'chess'; choose from image",
@@ -481,14 +480,14 @@ def test_unknown_task():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_learns_as_the_cpu_does(run):
+def test_train_on_cuda_learns_like_cpu(run):
     assert train(ImageTask, spec_of(), device="cuda").metric(
         "accuracy"
     ) == pytest.approx(run.metric("accuracy"), abs=0.1)
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_recipe_is_not_warned_of_gradients_that_the_authors_grid_is_too_coarse_for(
+def test_session_does_not_warn_of_tiny_gradients(
     monkeypatch,
 ):
     session = Session(ImageTask, spec_of("CR"))
