@@ -15,6 +15,7 @@ from cpt_lab.paths import results_dir
 from cpt_lab.sweeps.stores import load_rows
 
 MIN_SCHEDULES = 5  # of the ten: fewer do not show how quality depends on cost
+MIN_FIGURE_SEEDS = 2  # one seed has no spread
 
 _TASKS = {"figure_3": "image", "figure_4": "detection", "figure_6": "graph"}
 
@@ -26,7 +27,7 @@ def experiments(
 
     An experiment is one recipe at one scale, with any q_max and both aggregations. The order is by scale, then by the
     data (real data before embedded stand-ins), then by the number of q_max, schedules and seeds. Experiments with fewer
-    than ``MIN_SCHEDULES`` schedules come last.
+    than ``MIN_SCHEDULES`` schedules or ``MIN_FIGURE_SEEDS`` seeds come last.
 
     Args:
         artefact: "figure_3" to "figure_8", "table_1", or "figure_7/language_model" and "figure_7/entailment".
@@ -113,13 +114,15 @@ def _relevance(part: pd.DataFrame) -> _Relevance:
     is_embedded = str(first["dataset"]) in DATASETS and bool(
         DATASETS[str(first["dataset"])].embedded
     )
+    num_seeds = int(part.groupby("arm")["seed"].nunique().median())
+    shows_trade_off = schedules >= MIN_SCHEDULES and num_seeds >= MIN_FIGURE_SEEDS
     has_deficits = part["kind"].eq("deficit").any()
     has_both_aggregations = part["aggregation"].nunique() == 2
     return _Relevance(
-        bool(schedules >= MIN_SCHEDULES or has_deficits or has_both_aggregations),
+        bool(shows_trade_off or has_deficits or has_both_aggregations),
         SCALES.index(first["scale"]),
         not is_embedded,
         suite_runs["q_max"].nunique(),
         schedules,
-        int(part.groupby("arm")["seed"].nunique().median()),
+        num_seeds,
     )

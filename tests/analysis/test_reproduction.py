@@ -158,6 +158,16 @@ def test_experiments_put_largest_scale_first():
     assert set(SUITE) <= set(figure_data.best_rows("figure_3", runs)["arm"])
 
 
+def test_experiments_put_single_seed_last():
+    """Prefer a smaller scale with several seeds to a larger one with a single seed."""
+    demo = [row_of(s, 0.8) for s in designs.quality_cost("demo", "digits")]
+    background = [row_of(s, 0.7) for s in grid_specs("cifar10-jpeg/figure_3")]
+    first_seed = [row for row in background if row["spec"]["seed"] == 10]
+    runs = table([*demo, *first_seed])
+    scales = [p["scale"].iloc[0] for p in figure_data.experiments("figure_3", runs)]
+    assert scales == ["demo", "background"]
+
+
 def test_experiments_combine_both_q_max():
     specs = designs.quality_cost("demo", "digits", q_max=[6, 8])
     (found,) = figure_data.experiments(
