@@ -230,7 +230,7 @@ def run(
     grid: Annotated[
         str,
         typer.Argument(
-            help="Grid, or a figure such as h7, before the options; `cpt plan` lists them."
+            help="Grid, figure or study, such as figure_3 or h7; give it before the options."
         ),
     ],
     scale: AtScale = None,
@@ -250,7 +250,9 @@ def run(
     device: Device = "auto",
     per_gpu: Annotated[
         int | None,
-        typer.Option(help="Number of runs that share a GPU; default: measured."),
+        typer.Option(
+            help="Number of runs that share a GPU; default: as many as measured memory allows."
+        ),
     ] = None,
     scheduler: Annotated[
         str | None,
@@ -259,7 +261,7 @@ def run(
     together: Annotated[
         int | None,
         typer.Option(
-            help="Number of runs of one seed that train in lockstep in one process; default: chosen."
+            help="Number of runs of one seed that train in lockstep in one process; default: by task and device."
         ),
     ] = None,
     timeout: Annotated[
@@ -414,7 +416,7 @@ def rows(
     grid: Annotated[
         str,
         typer.Argument(
-            help="Grid, or a figure such as h7, before the options; `cpt plan` lists them."
+            help="Grid, figure or study, such as figure_3 or h7; give it before the options."
         ),
     ],
     scale: AtScale = None,
@@ -425,7 +427,7 @@ def rows(
     """Show the result rows of a grid as a table, from the committed stores and those under runs/."""
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise FileNotFoundError(
-            f"--csv takes a file in a folder that is there, such as rows.csv; got {csv}"
+            f"--csv takes a file in an existing folder, such as rows.csv; got {csv}"
         )
     from cpt_lab.experiments import grids
 
@@ -555,7 +557,7 @@ def _verdict(grid: str) -> None:
     failed = sum(row["status"] == "failed" for row in rows)
     if failed:
         raise ValueError(
-            f"{failed} of {len(rows)} runs failed, which is no answer; the same command tries them again"
+            f"{failed} of {len(rows)} runs failed, so the result is undecided; the same command tries them again"
         )
     effects = replicated_effects(grid, rows)
     for effect in effects:
@@ -661,7 +663,7 @@ def try_(
     ] = None,
     device: Device = "auto",
 ) -> None:
-    """Search the fewest bits that train your data, and test whether a schedule helps; write one page.
+    """Search for the fewest bits that train on your data, test whether a schedule helps, and write an HTML page.
 
     The page shows every training with its quality and its cost.
     """
@@ -732,7 +734,7 @@ def range_test(
     dataset: Annotated[
         str,
         typer.Argument(
-            help="Name of a data set, or your own files, before the options."
+            help="Name of a data set, or your own files; give it before the options."
         ),
     ],
     model: Annotated[
@@ -780,7 +782,7 @@ def range_test(
     r = _recipe(dataset, model, scale, task)
     if figure is not None and (figure.is_dir() or not figure.parent.is_dir()):
         raise FileNotFoundError(
-            f"--figure takes a file in a folder that is there, such as answer.png; got {figure}"
+            f"--figure takes a file in an existing folder, such as answer.png; got {figure}"
         )
     if figure is not None:
         from matplotlib.figure import Figure

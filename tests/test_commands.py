@@ -78,7 +78,7 @@ def keep(spec, status="ok", **more):
         ),
         (
             ["range-test", "digits", "--figure", "no/such/folder.png"],
-            "a folder that is there, such as answer.png; got",
+            "an existing folder, such as answer.png; got",
         ),
         (
             ["range-test", "digits", "--figure", "answer.foo"],
@@ -167,7 +167,7 @@ def keep(spec, status="ok", **more):
         ),
         (
             ["rows", "digits/mlp6", "--csv", "no/such/folder.csv"],
-            "a folder that is there, such as rows.csv; got no",
+            "an existing folder, such as rows.csv; got no",
         ),
         (["rows", "nope"], "; `plan` lists them all"),
         (

@@ -335,7 +335,7 @@ def _report_similar_classes(
 def group_similar_names(names: Collection[str]) -> list[list[str]]:
     """Return groups of names that differ only in case, composed letters or blanks.
 
-    >>> group_alike(["Cat", "cat", "dog"])
+    >>> group_similar_names(["Cat", "cat", "dog"])
     [['Cat', 'cat']]
     """
     groups = defaultdict(list)

@@ -73,7 +73,7 @@ def _describe_type(value: Any) -> str:
 def split_label(split: str, language: str, parts: Mapping[str, Any]) -> str:
     """Return the name of a split in reports, with the language if the split has several.
 
-    >>> where_of("test", "de", {"de": 1}), where_of("test", "de", {"de": 1, "en": 2})
+    >>> split_label("test", "de", {"de": 1}), split_label("test", "de", {"de": 1, "en": 2})
     ('test', 'test, de')
     """
     return split if len(parts) == 1 else f"{split}, {language}"

@@ -192,7 +192,7 @@ def report_shared_files(
 def list_name_counts(counts: Counter[str]) -> str:
     """Return names with their counts in brackets, in alphabetical order.
 
-    >>> list_alike(Counter({"pose": 2, "part": 1}))
+    >>> list_name_counts(Counter({"pose": 2, "part": 1}))
     'part (1), pose (2)'
     """
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(counts.items()))

@@ -77,7 +77,7 @@ def test_verify_verdict_with_failed_runs_is_inconclusive(monkeypatch, command):
     status, _, said = command("verify", "--verdict", GRID)
     assert (
         status,
-        "1 of 300 runs failed, which is no answer; the same command tries them again"
+        "1 of 300 runs failed, so the result is undecided; the same command tries them again"
         in said,
     ) == (2, True)
 
