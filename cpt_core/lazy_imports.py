@@ -18,10 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 COLLECTING_MODULE = "cpt_core.extensions"
-# former name -> current name of subpackages, accepted until the release after 0.4
+# former name -> current name of subpackages and classes, accepted until the release after 0.4
 FORMER_NAMES = {
     "choosing": "search",
     "inspecting": "diagnostics",
+    "Tried": "PrecisionSearchResult",
 }
 
 

@@ -11,6 +11,7 @@ from helpers import run_command
 import cpt_core as cpt
 from book.public_names import reference
 from cpt_core.lazy_imports import FORMER_NAMES, defining_modules, is_top_level
+from cpt_extras.integrations import distributed
 
 ROOT = Path(__file__).parents[1]
 HOMES = {
@@ -72,12 +73,20 @@ def test_public_names_are_not_hidden_by_modules(package):
 
 
 @pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
-def test_public_former_subpackage_names_warn(former, name):
-    with pytest.warns(
-        DeprecationWarning, match=f"cpt_core.{former} is now cpt_core.{name}"
-    ):
-        assert getattr(cpt, former) is getattr(cpt, name)
-    assert former not in dir(cpt)
+def test_public_former_names_warn(former, name):
+    packages = [cpt, cpt.search]
+    (package,) = (package for package in packages if name in dir(package))
+    with pytest.warns(DeprecationWarning, match=rf"\.{former} is now .*\.{name}$"):
+        value = getattr(package, former)
+    assert value is getattr(package, name)
+    assert former not in dir(package)
+
+
+def test_public_former_synced_ranges_warns():
+    message = r"agreed_ranges is now .*\.synced_ranges$"
+    with pytest.warns(DeprecationWarning, match=message):
+        former = distributed.agreed_ranges
+    assert former is distributed.synced_ranges
 
 
 def test_public_names_have_one_path():

@@ -7,6 +7,7 @@ order of sums (and the noise of stochastic rounding, which every process has of 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -122,3 +123,15 @@ class _SyncedOperators:
             return getattr(self.ops, name)(*arguments)
 
         return local
+
+
+def __getattr__(name: str) -> Any:
+    """Return ``synced_ranges`` for its former name, with a warning."""
+    if name == "agreed_ranges":
+        warnings.warn(
+            f"{__name__}.agreed_ranges is now {__name__}.synced_ranges",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return synced_ranges
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
