@@ -66,7 +66,7 @@ def arms(recipe: Recipe) -> dict[str, Schedule]:
     static = StaticSchedule(STATIC, recipe.steps)
     spec = RunSpec(recipe, static, Q_MAX, GRADIENTS, 0, "", "demo")
     task = load_task_class(spec)(spec, torch.device("cpu"))
-    model = quantize_(task.model())
+    model = quantize_(task.build_model())
     macs = count_bitops(
         model, task.inputs(next(iter(task.batches(0)))), static, q_grad=GRADIENTS
     ).macs

@@ -203,7 +203,7 @@ def _check_data(
             if spec.recipe in local_recipes:
                 _print_data_report(spec, task.data.report)
             if spec.recipe.channels_last:
-                set_memory_format(task.model(), spec.recipe)
+                set_memory_format(task.build_model(), spec.recipe)
 
 
 _printed: set[tuple[str, str]] = (

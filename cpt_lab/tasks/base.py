@@ -90,8 +90,8 @@ class Task(Protocol):
     ) -> None:
         """Load the data; with ``stand_in`` make random data of their shapes, which needs no files."""
 
-    def model(self) -> nn.Module:
-        """Return a float32 model, initialised from torch's global random state, on the device."""
+    def build_model(self) -> nn.Module:
+        """Build a float32 model, initialised from torch's global random state, on the device."""
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches from optimizer step ``start`` on, as a pure function of (seed, step)."""

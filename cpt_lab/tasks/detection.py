@@ -83,8 +83,8 @@ class DetectionTask:
         # images differ in shape from one batch to the next
         self.cost_batches = 1 if len({a.size for a in self.data.train}) == 1 else 8
 
-    def model(self) -> RetinaNet:
-        """Return the recipe's RetinaNet."""
+    def build_model(self) -> RetinaNet:
+        """Build the recipe's RetinaNet."""
         r = self.recipe
         model = retinanet(
             r.model, len(self.data.classes), anchor=r.anchor, frozen=r.pretrained

@@ -118,8 +118,8 @@ class EntailmentTask:
         )  # batches differ in length
         self.fixed_shape = self.recipe.padding == "max"
 
-    def model(self) -> nn.Module:
-        """Return BERT with a classifier of three labels; its attention is eager, so that it can be quantised."""
+    def build_model(self) -> nn.Module:
+        """Build BERT with a classifier of three labels; its attention is eager, so that it can be quantised."""
         r, transformers = self.recipe, import_optional("transformers", "text")
         bert_class = transformers.BertForSequenceClassification
         options: dict[str, Any] = {

@@ -101,8 +101,8 @@ class GraphTask:
         self.cost_batches = 8 if self.recipe.batch else 1  # samples differ in size
         self.fixed_shape = not self.recipe.batch
 
-    def model(self) -> nn.Module:
-        """Return the recipe's model."""
+    def build_model(self) -> nn.Module:
+        """Build the recipe's model."""
         r = self.recipe
         inputs = self.features.shape[1]
         return GraphNet(
@@ -194,7 +194,7 @@ class GraphTask:
         return accuracies
 
     def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
-        """Return logits (n, classes) from sampled neighbours, which are equal in all evaluations of a run."""
+        """Return logits (n, classes), with the same sampled neighbours in every evaluation."""
         random = seeded_generator(self.seed, Stream.EVALUATE, device=self.device)
         logits = []
         for seeds in nodes.split(EVALUATION_NODES):

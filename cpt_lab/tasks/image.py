@@ -64,8 +64,8 @@ class ImageTask:
         )
         self.title = f"{self.recipe.model} on {self.data.title}"
 
-    def model(self) -> nn.Module:
-        """Return the recipe's model."""
+    def build_model(self) -> nn.Module:
+        """Build the recipe's model."""
         build = MODELS[self.recipe.model]
         with explain_missing_extra("vision"):
             model = build(self.data.channels, self.recipe.size, self.data.classes)

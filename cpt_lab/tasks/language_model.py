@@ -70,8 +70,8 @@ class LanguageModelTask:
         self.columns = batchify(self.data.train, self.recipe.batch).to(device)
         self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
 
-    def model(self) -> nn.Module:
-        """Return the recipe's model."""
+    def build_model(self) -> nn.Module:
+        """Build the recipe's model."""
         r = self.recipe
         words = len(self.data.vocabulary)
         return LanguageModel(

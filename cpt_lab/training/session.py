@@ -112,7 +112,9 @@ class Session:
         torch.manual_seed(spec.seed)
         self.task = task_class(spec, self.device, stand_in)
         self.metric = EXPERIMENTS[spec.recipe.task].metric
-        self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
+        self.model = quantize_(
+            self.task.build_model(), quant_config(spec.recipe, spec.seed)
+        )
         set_memory_format(self.model, spec.recipe)
         self.parallel: nn.Module = self.model
         self.optimizer, self.lr_at = self.task.optimizer(self.model)

@@ -222,7 +222,7 @@ def test_recipe_range_test_equals_manual_training():
         spec = run_spec(r, f"static {q}", q_max=8, seed=4)
         torch.manual_seed(4)
         task = ImageTask(spec, torch.device("cpu"))
-        model = convert.quantize_(task.model(), quant_config(r, 4))
+        model = convert.quantize_(task.build_model(), quant_config(r, 4))
         optimizer, _ = task.optimizer(model)
         PrecisionScheduler(
             model, make_schedule("STATIC", q_max=q, total_steps=12), q_grad=8

@@ -211,7 +211,7 @@ def test_detections_decode_target_offsets():
 
 def test_detections_are_in_original_image_pixels(monkeypatch):
     task = DetectionTask(spec(size=64, max_size=100), CPU)
-    model = task.model().eval()
+    model = task.build_model().eval()
     odd = [
         replace(
             picture([[10, 20, 30, 40]], [1]),
@@ -399,7 +399,7 @@ def test_detection_task_loads_pretrained_weights(data_folder):
     stored["bn1.running_mean"] += 7
     torch.save(stored, data_folder / BACKBONE_WEIGHTS_FILE)
     task = DetectionTask(s, CPU)
-    body = task.model().backbone.body
+    body = task.build_model().backbone.body
     assert torch.equal(body.conv1.weight, stored["conv1.weight"])
     assert torch.equal(body.layer4[1].bn2.weight, stored["layer4.1.bn2.weight"])
     assert body.bn1.running_mean[0] == 7
@@ -409,11 +409,11 @@ def test_detection_task_loads_pretrained_weights(data_folder):
         {k: v for k, v in stored.items() if k != "conv1.weight"},
         data_folder / BACKBONE_WEIGHTS_FILE,
     )
-    refused(r"holds no weights of this backbone.*conv1\.weight", task.model)
+    refused(r"holds no weights of this backbone.*conv1\.weight", task.build_model)
     scratch = DetectionTask(replace(s, recipe=replace(s.recipe, pretrained=False)), CPU)
-    assert isinstance(scratch.model().backbone.body.bn1, nn.BatchNorm2d)
+    assert isinstance(scratch.build_model().backbone.body.bn1, nn.BatchNorm2d)
     assert not isinstance(
-        scratch.model().backbone.body.bn1, FrozenStatisticsBatchNorm2d
+        scratch.build_model().backbone.body.bn1, FrozenStatisticsBatchNorm2d
     )
     assert "from scratch" in scratch.title
 

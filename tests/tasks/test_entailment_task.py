@@ -67,7 +67,7 @@ def test_entailment_padding_is_neutral_in_float32():
         EntailmentTask(spec(padding=padding), CPU) for padding in ("max", "longest")
     )
     assert (wide.cost_batches, narrow.cost_batches) == (1, 8)
-    model = wide.model().eval()
+    model = wide.build_model().eval()
     a, b = next(wide.batches(0)), next(narrow.batches(0))
     assert a[0].shape[1] == 24 > b[0].shape[1]
     torch.testing.assert_close(
@@ -85,7 +85,7 @@ def test_entailment_padding_is_neutral_in_float32():
 
 def test_entailment_mask_equals_mask_of_bert():
     task = EntailmentTask(spec(), CPU)
-    model = task.model().eval()
+    model = task.build_model().eval()
     pieces, mask, sentence, _ = next(task.batches(0))
     plain = model(pieces, (mask[:, 0, 0] == 0).long(), sentence).logits
     torch.testing.assert_close(
@@ -255,7 +255,7 @@ def test_entailment_loads_checkpoint_and_replaces_wrong_classifier(tmp_path, lab
     task = EntailmentTask(spec(checkpoint=str(folder)), CPU)
     saved = transformers.BertForSequenceClassification.from_pretrained(folder)
     torch.manual_seed(0)
-    model = task.model()
+    model = task.build_model()
     assert same_parameters(model.bert, saved.bert)
     assert model.classifier.out_features == 3
     assert (labels == 3) == (
@@ -263,10 +263,10 @@ def test_entailment_loads_checkpoint_and_replaces_wrong_classifier(tmp_path, lab
     )
     torch.manual_seed(0)
     assert same_parameters(
-        model, task.model()
+        model, task.build_model()
     )  # also a new classifier depends on the seed alone
     torch.manual_seed(1)
-    assert same_parameters(model, task.model()) == (labels == 3)
+    assert same_parameters(model, task.build_model()) == (labels == 3)
     assert model.config._attn_implementation == "eager"
     assert str(folder) in task.title
     run = train(EntailmentTask, spec(checkpoint=str(folder), steps=3))
@@ -300,7 +300,7 @@ def test_entailment_rejects_unusable_checkpoints(data_folder):
 
 def test_entailment_counts_and_quantizes_linear_layers():
     task = EntailmentTask(spec(padding="max"), CPU)
-    model = cpt.quantize_(task.model())
+    model = cpt.quantize_(task.build_model())
     linear = {
         name
         for name, module in model.named_modules()
@@ -338,7 +338,7 @@ def test_entailment_stand_in_needs_no_data(monkeypatch, checkpoint):
     assert batch[0].shape == batch[2].shape == (4, 16)
     with torch.device("meta"):  # the large one takes 700 MB otherwise
         task.device = torch.device("meta")
-        model = task.model()
+        model = task.build_model()
     assert model.config.vocab_size == (119_547 if checkpoint else 500)
     assert model.config.num_hidden_layers == (12 if checkpoint else 1)
     assert cpt.count_bitops(model, task.inputs(batch)).forward_macs > 0

@@ -71,7 +71,7 @@ def test_graph_epoch_has_every_training_node_once():
 def test_graph_accuracy_by_in_degree():
     task = GraphTask(spec(degrees=(0, 10, 12, 10_000)), CPU)
     torch.manual_seed(0)
-    model = quantize_(task.model()).eval()
+    model = quantize_(task.build_model()).eval()
     with precision(model, bits=8), torch.no_grad():
         found = task.evaluate(model)["test"]
         predicted = model(task.graph, task.features).argmax(1)
@@ -100,7 +100,7 @@ def test_graph_exact_inference_equals_full_graph(monkeypatch):
     monkeypatch.setattr(graph_task, "EXACT_CHUNK_NODES", 300)  # many chunks
     task = GraphTask(spec(model="sage", inference="exact"), CPU)
     torch.manual_seed(0)
-    model = quantize_(task.model()).eval()
+    model = quantize_(task.build_model()).eval()
     with precision(model, 4):
         chunks = task._exact_logits(model)
         whole = model(task.graph, task.features)

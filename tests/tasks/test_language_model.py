@@ -315,7 +315,7 @@ def test_language_model_best_evaluation_has_lowest_perplexity(folder):
 def test_language_model_training_state_resets_per_epoch(folder):
     t = task(dropout=0.0)
     torch.manual_seed(0)
-    model = t.model()
+    model = t.build_model()
     stream = t.batches(10)
     carry, seen = None, []
     forward = model.lstm.forward

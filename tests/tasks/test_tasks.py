@@ -34,7 +34,7 @@ BASE = (
 # what needs an extra -> the library that is missed first, the extra
 REFUSED = {
     "task('cifar10/resnet8_w8')": ("torchvision", "vision"),
-    "task('imagenet/resnet18', 'paper', stand_in=True).model()": (
+    "task('imagenet/resnet18', 'paper', stand_in=True).build_model()": (
         "torchvision",
         "vision",
     ),
@@ -239,7 +239,7 @@ def test_arms_of_one_seed_share_weights(dataset):
         task = load_task_class(spec)(spec, CPU)
         torch.manual_seed(0)
         batch = next(task.batches(step))
-        return [*task.model().parameters()], tree_leaves(
+        return [*task.build_model().parameters()], tree_leaves(
             batch if isinstance(batch, tuple) else vars(batch)
         )
 
