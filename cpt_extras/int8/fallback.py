@@ -9,7 +9,7 @@ rules read: "if this role of this kind of layer has several ranges, these of its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -43,13 +43,17 @@ class Rule(NamedTuple):
         layer: kind of an intercepted module, such as "conv", or name of a class.
         role: role whose operand has several ranges.
         matmuls: names of the simulated matmuls.
-        reason: text of the reason.
+        reason: text of the reason, in which ``SLICE`` stands for what has a range of its own.
     """
 
     layer: str
     role: str
     matmuls: tuple[str, ...]
     reason: str
+
+
+# Stands in a reason for what has a range of its own: "row" for a role with granularity "per_row".
+SLICE = "{slice}"
 
 
 def _range_per(slice_name: str, operands: str) -> str:
@@ -63,8 +67,8 @@ def _several_ranges(operands: str) -> str:
 # Where several rules name one matmul, the reason of the last one stands.
 RULES = (
     Rule("conv", "grad", GRADIENT_MATMULS, _several_ranges("gradients")),
-    Rule("conv", "weight", (INPUT_GRADIENT,), _range_per("channel", "weights")),
-    Rule("linear", "weight", (INPUT_GRADIENT,), _range_per("row", "weights")),
+    Rule("conv", "weight", (INPUT_GRADIENT,), _range_per(SLICE, "weights")),
+    Rule("linear", "weight", (INPUT_GRADIENT,), _range_per(SLICE, "weights")),
     Rule(
         "linear",
         "grad",
@@ -72,7 +76,7 @@ RULES = (
         _range_per("position", "gradients of sequences"),
     ),
     Rule("linear", "input", (WEIGHT_GRADIENT,), _several_ranges("inputs")),
-    Rule("lstm", "weight", (INPUT_GRADIENT,), _range_per("row", "weights")),
+    Rule("lstm", "weight", (INPUT_GRADIENT,), _range_per(SLICE, "weights")),
     Rule("graph", "input", (WEIGHT_GRADIENT,), _range_per("node", "inputs")),
     Rule("graph", "aggregation", (AGGREGATION,), _range_per("node", "features")),
     Rule(
@@ -81,8 +85,8 @@ RULES = (
         (WEIGHT_GRADIENT, AGGREGATION_GRADIENT),
         _range_per("node", "gradients"),
     ),
-    Rule("GraphConv", "weight", (FORWARD,), _range_per("row", "weights")),
-    Rule("SAGEConv", "weight", (INPUT_GRADIENT,), _range_per("row", "weights")),
+    Rule("GraphConv", "weight", (FORWARD,), _range_per(SLICE, "weights")),
+    Rule("SAGEConv", "weight", (INPUT_GRADIENT,), _range_per(SLICE, "weights")),
 )
 
 # kind or class of a layer -> {matmul that is simulated whatever the ranges are: reason}
@@ -155,8 +159,8 @@ def _layer_reasons(layer: nn.Module, precision: LayerPrecision) -> dict[str, str
 
     kind = _kind(layer)
     one_range_grids = ONE_RANGE_GRIDS_OF_MATRIX if kind == "graph" else ONE_RANGE_GRIDS
-    roles = {
-        role
+    slices = {
+        role: quantizer.granularity.removeprefix("per_")
         for role, quantizer in precision.quantizers.items()
         if grid_without_zero_point(quantizer) not in one_range_grids
     }
@@ -165,19 +169,25 @@ def _layer_reasons(layer: nn.Module, precision: LayerPrecision) -> dict[str, str
     reasons: dict[str, str] = {}
     for layer_name in layer_names:
         reasons |= _apply_rules(
-            [rule for rule in RULES if rule.layer == layer_name], roles
+            [rule for rule in RULES if rule.layer == layer_name], slices
         )
     for layer_name in layer_names:
         reasons |= ALWAYS_SIMULATED.get(layer_name, {})
     return {name: reasons[name] for name in matmuls_of_layer(layer) if name in reasons}
 
 
-def _apply_rules(rules: Iterable[Rule], roles: Collection[str]) -> dict[str, str]:
-    """Return {matmul: reason} of the rules whose role is one of ``roles``."""
+def _apply_rules(rules: Iterable[Rule], slices: Mapping[str, str]) -> dict[str, str]:
+    """Return {matmul: reason} of the rules whose role is in ``slices``.
+
+    Args:
+        rules: rules of one kind of layer.
+        slices: role with several ranges -> name of what has a range of its own, such as "row".
+    """
     reasons: dict[str, str] = {}
     for rule in rules:
-        if rule.role in roles:
-            reasons |= dict.fromkeys(rule.matmuls, rule.reason)
+        if rule.role in slices:
+            reason = rule.reason.replace(SLICE, slices[rule.role])
+            reasons |= dict.fromkeys(rule.matmuls, reason)
     return reasons
 
 

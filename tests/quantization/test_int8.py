@@ -532,6 +532,17 @@ def test_summary_lists_int8_fallbacks():
     assert "int8" not in str(cpt.summary(cpt.quantize_(model)))
 
 
+@pytest.mark.parametrize("slice_name", ["row", "position", "channel"])
+def test_summary_names_slices_of_int8_fallbacks_by_granularity(slice_name):
+    quantizers = cpt.QuantConfig().quantizers | {
+        "linear_weight": Quantizer(f"per_{slice_name}")
+    }
+    config = cpt.QuantConfig(execution="integer", quantizers=quantizers)
+    layer = cpt.quantize_(nn.Sequential(nn.Linear(8, 2)), config)
+    reason = f"error simulated: weights have a range per {slice_name};"
+    assert reason in str(cpt.summary(layer))
+
+
 def kept(model, *inputs):
     """Return the tensors saved for the backward pass."""
     held = {}
