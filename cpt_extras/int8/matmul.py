@@ -97,7 +97,7 @@ def multiply(
 
 
 def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Return ``row_codes`` and ``row_values`` of ``integer_reference.affine`` for the first operand."""
+    """Return ``row_codes`` and ``row_values`` of ``integer_reference.dequantize_matmul_`` for the first operand."""
     K = a.codes.shape[-1]
     zero_point, zero_value, scale = _flat_grid(a, (*a.codes.shape[:-1], 1))
     sums = sum_codes(a.codes, -1).flatten()
@@ -109,7 +109,7 @@ def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
 def column_tables(
     b: QuantizedTensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``column_codes`` and ``column_values`` of ``integer_reference.affine``, with a bias (N,)."""
+    """Return ``column_codes`` and ``column_values`` of ``integer_reference.dequantize_matmul_``, with a bias (N,)."""
     *outer, K, N = b.codes.shape
     zero_point, zero_value, scale = _flat_grid(b, (*outer, 1, N))
     shifted_sums = sum_codes(b.codes, -2).flatten() - K * zero_point

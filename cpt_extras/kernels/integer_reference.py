@@ -42,23 +42,23 @@ def empty_codes(x: Tensor, channels_last: bool) -> Tensor:
     )
 
 
-def affine(
+def dequantize_matmul_(
     product: Tensor,
     row_codes: Tensor,
     row_values: Tensor,
     column_codes: Tensor,
     column_values: Tensor,
 ) -> None:
-    """Convert integer matmuls of codes to float32 matmuls of values, in place: the memory holds float32 afterwards.
+    """Convert int32 matmul sums to float32 values, in place.
 
-    No size may be 0; the names are those of ``int8.matmul``.
+    The memory holds float32 afterwards. No size may be 0; the names are those of ``int8.matmul``.
 
     Args:
         product: sums of k_a k_b, int32 (M, N); the rows of G matmuls below each other.
-        row_codes: of a: sum k and z, int32 (2, M).
-        row_values: of a: s, s sum (k - z) and r, float32 (3, M).
-        column_codes: of b: z and sum (k - z), int32 (2, G N).
-        column_values: of b: s, r and s sum (k - z) + K r, and the bias, float32 (4, G N).
+        row_codes: sums and zero points of the rows of a: sum k and z, int32 (2, M).
+        row_values: of the rows of a: s, s sum (k - z) and r, float32 (3, M).
+        column_codes: zero points and sums of the columns of b: z and sum (k - z), int32 (2, G N).
+        column_values: of the columns of b: s, r and s sum (k - z) + K r, and the bias, float32 (4, G N).
     """
     rows, columns = product.shape
     groups = column_codes.shape[1] // columns

@@ -8,8 +8,8 @@ An operator runs all time steps of one layer in one direction, given the part of
 The gradient is written out, so that a step takes a dozen operations, and the weight gradient is one matmul at the end.
 The gradient of h U' is quantised per time step, as a step-by-step program does.
 
-If the weight is given as codes, with the tables that ``integer_reference.affine`` takes for the columns of a matmul,
-matmuls run in int8 and hidden states are saved as codes.
+If the weight is given as codes, with the tables that ``integer_reference.dequantize_matmul_`` takes for the columns of
+a matmul, matmuls run in int8 and hidden states are saved as codes.
 
 Shapes: T steps, B sequences, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a ``PackedSequence``. The
 sequences of a step never grow in number: a ``PackedSequence`` is sorted by length.
@@ -69,7 +69,8 @@ class ForwardArgs(NamedTuple):
         grad_granularity: granularity or grid of the gradient.
         key: noise key of the gradient.
         advance: whether the backward pass adds 1 to the key for every time step.
-        column_codes: first table of the columns of h U', if ``weight`` holds codes; see ``integer_reference.affine``.
+        column_codes: first table of the columns of h U', if ``weight`` holds codes; see
+            ``integer_reference.dequantize_matmul_``.
         column_values: second table.
     """
 

@@ -48,7 +48,7 @@ PLAIN = {
     "fake_quantize": grids.fake_quantize,
     "round_in_range": grids.round_in_range,
     "encode": integer_reference.encode,
-    "affine_": integer_reference.affine,
+    "affine_": integer_reference.dequantize_matmul_,
     "track_": rounding.track,
     "linear": gemm_backend.execute,
 }

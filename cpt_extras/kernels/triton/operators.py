@@ -520,7 +520,7 @@ def affine(
     column_codes: Tensor,
     column_values: Tensor,
 ) -> None:
-    """Convert integer matmuls of codes to float32 matmuls of values, in place, as ``integer_reference.affine``."""
+    """Convert int32 matmul sums to float32 values, in place, as ``integer_reference.dequantize_matmul_``."""
     rows, columns = product.shape
     C = min(next_power_of_2(columns), 256)
     R = max(1, 1024 // C)
