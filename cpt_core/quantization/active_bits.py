@@ -128,10 +128,10 @@ def active_bits(levels: RoleLevels | None, roles: Roles) -> ActiveBits:
         None if bits is None or bits > MAX_GRID_BITS else bits
         for bits in levels or ALL_FLOAT32
     ]
-    formats = RoleLevels(*grid_bits)
+    grid_levels = RoleLevels(*grid_bits)
     quantizers = dict(roles)
-    if formats.error != formats.weight_gradient:
+    if grid_levels.error != grid_levels.weight_gradient:
         for role, quantizer in roles:
             if level_field(role) == "error":
                 quantizers[weight_gradient_role(role)] = quantizer
-    return ActiveBits(levels, formats, quantizers)
+    return ActiveBits(levels, grid_levels, quantizers)

@@ -85,7 +85,10 @@ def linear(
 
 
 def input_role(layer: Interception, kind: str) -> str:
-    """Return the role of the operand that meets a weight; only layers of ``kind`` have a running range for it."""
+    """Return the role of the input of an operation with a weight.
+
+    A layer of another kind has no running range: its input gets a role without one.
+    """
     if layer.kind == kind:
         return f"{kind}_input"
     return "conv_input" if kind == "conv" else "attention_query"

@@ -28,7 +28,13 @@ from cpt_core.quantization.active_bits import ALL_FLOAT32
 from cpt_core.quantization.convert import all_precisions, warn_of_added_modules
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import RoleLevels, Schedule
-from cpt_core.validation import check_bits, check_int, check_types
+from cpt_core.validation import (
+    MAX_BITS,
+    check_bits,
+    check_int,
+    check_types,
+    short_repr,
+)
 
 Schedules = Schedule | Mapping[str, Schedule]
 EvalBits = int | str
@@ -509,7 +515,13 @@ def check_eval_bits(value: Any) -> EvalBits:
     """Return ``value`` if it is a valid ``eval_bits``, else raise ValueError."""
     if isinstance(value, str) and value in EVAL_BITS:
         return value
-    return check_bits(f"eval_bits, if not {' or '.join(map(repr, EVAL_BITS))},", value)
+    try:
+        return check_bits("eval_bits", value)
+    except ValueError:
+        names = ", ".join(map(repr, EVAL_BITS))
+        raise ValueError(
+            f"eval_bits: expected {names} or an integer from 1 to {MAX_BITS}, got {short_repr(value)}"
+        ) from None
 
 
 def resolve_levels(

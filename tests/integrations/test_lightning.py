@@ -263,7 +263,7 @@ def test_lightning_callback_discards_unused_state(straight, tmp_path):
 
 def test_lightning_callback_rejects_mismatched_settings(tmp_path):
     eval_bits = (
-        r"eval_bits, if not 'q_max' or 'current' or 'float', must be .* got 'max'"
+        r"eval_bits: expected 'q_max', 'current', 'float' or an integer .* got 'max'"
     )
     refused(eval_bits, PrecisionCallback, schedule_of(), eval_bits="max")
     for module, steps, message in (

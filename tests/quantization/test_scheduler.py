@@ -447,7 +447,7 @@ def test_scheduler_eval_bits_apply_in_eval_mode():
     ]
     with pytest.raises(
         ValueError,
-        match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer",
+        match="eval_bits: expected 'q_max', 'current', 'float' or an integer",
     ):
         scheduler.eval_bits = "max"
     scheduler.eval_bits = "current"
