@@ -489,8 +489,10 @@ class _InvarianceTests:
 
     def _checkpointed(self, name: str) -> Invariance:
         def moves(is_quantized: bool) -> dict[str, float]:
-            plain = self.runs.gradients(self.inputs, is_quantized, False)
-            checkpointed = self.runs.gradients(self.inputs, is_quantized, True)
+            plain = self.runs.outputs_and_gradients(self.inputs, is_quantized, False)
+            checkpointed = self.runs.outputs_and_gradients(
+                self.inputs, is_quantized, True
+            )
             return {
                 key: largest_move([Pair(plain[key], checkpointed[key])])
                 for key in plain
@@ -606,7 +608,7 @@ class _InvarianceTests:
     def _first_recomputed(self) -> str | None:
         """Return the first layer whose output changes when a checkpoint recomputes it."""
         calls: list[LayerCall] = []
-        self.runs.gradients(self.inputs, True, True, calls)
+        self.runs.outputs_and_gradients(self.inputs, True, True, calls)
         first = 1 + next(i for i, call in enumerate(calls) if call.caller is None)
 
         def moves(calls: Sequence[LayerCall], attribute: str) -> bool:

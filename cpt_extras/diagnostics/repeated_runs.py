@@ -123,14 +123,14 @@ class RepeatedRuns:
         finally:
             del vars(mode)["run_function"]
 
-    def gradients(
+    def outputs_and_gradients(
         self,
         inputs: tuple[Any, ...],
         is_quantized: bool,
         is_checkpointed: bool,
         calls: list[LayerCall] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the outputs, and the gradients of all parameters by name, of a forward and a backward pass."""
+        """Run forward and backward; return outputs and parameter gradients by name."""
         self._reset()
         level: int | str = self.level if is_quantized else "float"
         parameters = {
