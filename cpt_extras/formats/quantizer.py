@@ -73,7 +73,7 @@ class FormatQuantizer(Quantizer):
         if isinstance(value, Format):
             return cls(format=value)
         if isinstance(value, str):
-            return _parse(value)
+            return _parse_format_quantizer(value)
         raise ValueError(
             f"a level has a Format, its name, or a FormatQuantizer that is not running; got {short_repr(value)}"
         )
@@ -97,7 +97,7 @@ _OPTION_TYPES: dict[str, Any] = {"granularity": str, "rounding": str, "hadamard"
 
 
 @lru_cache(maxsize=1024)
-def _parse(text: str) -> FormatQuantizer:
+def _parse_format_quantizer(text: str) -> FormatQuantizer:
     """Return the quantiser of a string that ``FormatQuantizer.__str__`` wrote, or of a name of ``FORMATS``."""
     format_parts, options = [], {}
     for part in text.split(":"):
