@@ -51,6 +51,7 @@ BUDGET_TOLERANCE = 1e-3  # relative to the budget; costs may lie below it, not a
 ARITHMETIC_ERROR = (
     1e-12  # smaller remainders of the budget, and gains, are rounding errors
 )
+MAX_COMBINED_MOVES = 4  # moves of two pairs: all may take a step of one place and bit
 MAX_PLACES = 1_000
 EQUAL_GAINS = 1e-9  # relative difference up to which two gains count as equal
 MAX_PAIRS = 1_000  # of moves, of which two are combined
@@ -410,7 +411,7 @@ class _Moves(NamedTuple):
 def _exchange_steps(
     counts: StepCounts, cost: Array, loss: Array, budget: float
 ) -> StepCounts:
-    """Move single steps by a bit, one or two at a time: to meet the budget first, then as long as less is lost."""
+    """Move steps to neighbouring bits until the budget is met and no move lowers the loss."""
     slack = BUDGET_TOLERANCE * budget
     while True:
         missing = budget - float((counts * cost).sum())
@@ -429,7 +430,9 @@ def _exchange_steps(
                 return counts
             move_indices = [first[best], second[best]]
         else:
-            usable = (moves.available[first] > 3) & (moves.available[second] > 3)
+            enough_first = moves.available[first] >= MAX_COMBINED_MOVES
+            enough_second = moves.available[second] >= MAX_COMBINED_MOVES
+            usable = enough_first & enough_second
             pairs = _best_two_pairs(remainder, missing, loss_change, usable, slack)
             if pairs is None:
                 pairs = _nearest_pair(remainder, missing, slack)

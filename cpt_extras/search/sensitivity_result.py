@@ -221,6 +221,7 @@ class Sensitivity:
         return float((self.product(floor) * noise.T).sum())
 
     def _predicted_role_loss(self, schedule: RoleSchedules, floor: float) -> float:
+        """Return the predicted loss of separate schedules per role."""
         activation, weight, error, gradient = schedule.levels()
         if (error != gradient).any():
             raise ValueError(
