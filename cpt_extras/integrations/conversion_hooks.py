@@ -96,7 +96,7 @@ def after_conversion(model: nn.Module, excluded: Collection[str]) -> None:
     """Let copies of graph modules be converted, and warn of weights that stay in float32 unasked."""
     for module in model.modules():
         if isinstance(module, fx.GraphModule) and hasattr(module, HOOK):
-            _graph_modules().follow_copies(module)
+            _graph_modules().convert_copies(module)
     warn_of_float32(model, excluded)
 
 

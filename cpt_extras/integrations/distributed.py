@@ -1,8 +1,8 @@
 """Ranges synchronised over processes, so that data-parallel training rounds on the whole batch.  Beyond the paper.
 
-Data-parallel training shares a batch out to processes. Left alone, each rounds on ranges of its own part. Inside
-``synced_ranges`` each takes the ends of all: so N processes train as one process with the whole batch does, up to the
-order of sums (and the noise of stochastic rounding, which every process has of its own).
+Data-parallel training shares a batch out to processes. Without synchronisation each process rounds on ranges of its own
+part. Inside ``synced_ranges`` each takes the ends of all: so N processes train as one process with the whole batch
+does, up to the order of sums (and the noise of stochastic rounding, which every process has of its own).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _SyncedOperators:
         self.ops, self.group = ops, group
 
     def range(self, x: Tensor, granularity: str) -> Range:
-        """Return the ranges of what all processes have, of ``x`` in this one."""
+        """Return the ranges of ``x`` over all processes."""
         if torch.compiler.is_compiling():
             raise RuntimeError("inside synced_ranges layers run uncompiled")
         low, width = self.ops.range(x, granularity)

@@ -35,8 +35,8 @@ class _GraphCopyHook:
         )
 
 
-def follow_copies(module: fx.GraphModule) -> None:
-    """Let copies of a converted module be converted."""
+def convert_copies(module: fx.GraphModule) -> None:
+    """Register a hook that converts deep copies of a converted GraphModule."""
     for name, empty in (
         ("meta", {}),
         ("_deepcopy_hooks", []),
@@ -49,7 +49,7 @@ def follow_copies(module: fx.GraphModule) -> None:
 
 
 def forget_copies(module: fx.GraphModule) -> None:
-    """Undo ``follow_copies``."""
+    """Undo ``convert_copies``."""
     if "_deepcopy_hooks" in vars(module):
         module.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {}).pop(HOOK, None)
         module._deepcopy_hooks = [

@@ -9,11 +9,13 @@ from cpt_core.validation import short_repr
 
 
 def graph_from_pyg(data: Any) -> Graph:
-    """Convert a ``Data`` object of PyTorch Geometric to a ``Graph``; edge weights are refused."""
-    edges, weight = (
-        getattr(data, "edge_index", None),
-        getattr(data, "edge_weight", None),
-    )
+    """Convert a ``Data`` object of PyTorch Geometric to a ``Graph``.
+
+    Raises:
+        ValueError: for edge weights, or without an edge_index.
+    """
+    edges = getattr(data, "edge_index", None)
+    weight = getattr(data, "edge_weight", None)
     if (
         not isinstance(edges, Tensor)
         or edges.dim() != 2
