@@ -34,7 +34,7 @@ def test_h1_twelve_schedules_have_equal_cost():
     assert (np.diff(noise) > 0).all()
     assert noise[-1] / noise[0] > 3.4
     share = (bits == 2).mean(1)
-    date = np.array([arms.noise_date(s) for s in schedules])
+    date = np.array([arms.mean_noise_time(s) for s in schedules])
     assert share.min() > 0
     assert share.max() / share.min() > 10
     assert np.ptp(date) > 0.3

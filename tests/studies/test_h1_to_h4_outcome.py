@@ -57,7 +57,7 @@ def x_of(spec, column):
     schedule = arms.equal_cost_schedules()[int(spec.arm.split()[1]) - 1]
     return {
         "noise": np.log2(schedule.noise_exposure()),
-        "date": arms.noise_date(schedule),
+        "date": arms.mean_noise_time(schedule),
         "share": schedule.share_at(2),
     }[column]
 

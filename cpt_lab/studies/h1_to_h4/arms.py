@@ -83,8 +83,11 @@ def equal_cost_schedules() -> list[TableSchedule]:
     return schedules
 
 
-def noise_date(schedule: Schedule) -> float:
-    """Return the mean time of a schedule's steps weighted by 4**-q: 0 for noise at the start, 1 at the end."""
+def mean_noise_time(schedule: Schedule) -> float:
+    """Return the mean time of rounding noise: 0 at the start, 1 at the end.
+
+    It is the mean time of the steps, weighted by 4**-q.
+    """
     bits = schedule.bits()
     return float(
         np.average((np.arange(len(bits)) + 0.5) / len(bits), weights=4.0**-bits)

@@ -173,7 +173,7 @@ def _covariates() -> np.ndarray:
     schedules = arms.equal_cost_schedules()
     return np.array(
         [
-            (np.log2(s.noise_exposure()), s.share_at(2), arms.noise_date(s))
+            (np.log2(s.noise_exposure()), s.share_at(2), arms.mean_noise_time(s))
             for s in schedules
         ]
     )
