@@ -153,8 +153,8 @@ class Progress:
         if time.monotonic() - self.messages >= PLAIN_LINE_SECONDS:
             self._say(self._where())
 
-    def stopping(self) -> None:
-        """Say at once that Ctrl-C was heard and what happens now."""
+    def announce_stop(self) -> None:
+        """Print that Ctrl-C was received and what happens next."""
         line = "stopping: running trainings write their checkpoints; press Ctrl-C again to stop at once"
         if self.is_shown:
             self.bar.clear()

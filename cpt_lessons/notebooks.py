@@ -350,7 +350,7 @@ def _run_all(
                     )
                 progress.refresh()
         except KeyboardInterrupt:
-            progress.stopping()
+            progress.announce_stop()
             _stop(pending, places)
             raise
         finally:
