@@ -142,7 +142,7 @@ class Sender:
             ) as error:  # whatever a client raises: the runs are worth more
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
                 self.failure = (
-                    f"{self.tracker} did not take {_name(row)}: {reason}; all rows are kept, and the same command "
+                    f"{self.tracker} rejected {_name(row)}: {reason}; all rows are kept, and the same command "
                     "sends what is missing"
                 )
         return sent

@@ -76,7 +76,7 @@ def test_sender_warns_once_of_failing_client(error, runs, tracked):
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     (warning,) = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert warning.startswith(
-        f"warning: memory did not take CR, seed 0: {reason}; all rows are kept"
+        f"warning: memory rejected CR, seed 0: {reason}; all rows are kept"
     )
     assert status == 1
     assert "2 ok" in output
@@ -96,7 +96,7 @@ def test_sender_failure_stops_no_later_run(runs, tracked, monkeypatch):
     shown = CliRunner().invoke(app, ["run", "h4", "--log", "memory"])
     assert (shown.exit_code, stores) == (1, ["language_model.jsonl", "graph.jsonl"])
     assert shown.output.count("rows sent: 0") == 2
-    assert shown.output.count("did not take") == 1
+    assert shown.output.count("rejected") == 1
 
 
 def test_sender_repeats_interrupted_sending(runs, tracked):
