@@ -7,6 +7,10 @@ field; ``verify`` runs a spec again and compares ``EXACT`` fields without a tole
 Not every row has every field: a failed run ends before it has metrics, and earlier releases wrote fewer fields. A
 field is never renamed or given another meaning, so that old rows load.
 
+A new field that tables show as a column also goes into ``COLUMN_TYPES`` and ``_outcome`` of ``analysis.run_table``;
+into ``UNUSED_COLUMNS`` of ``analysis.claims``, if no claim reads it; and into ``OF_THE_PROCESS`` of
+``tests/sweeps/test_sweep.py``, if it differs between two runs of one spec.
+
 >>> fields_marked(EXACT)[:3]
 ('key', 'status', 'relative_cost')
 """
@@ -81,7 +85,8 @@ class ResultRow(TypedDict, total=False):
     # execution
     seconds: float  # training time, without the loading of data
     device: str  # "cpu", or the name of the GPU
-    peak_memory: int  # bytes
+    # bytes: reserved by torch on a GPU; on a CPU the peak of the process (ru_maxrss, never reset between runs)
+    peak_memory: int
     captured: dict[
         str, Any
     ]  # CUDA only: steps replayed from a CUDA graph, and why not all of them

@@ -34,6 +34,7 @@ from cpt_lab.sweeps.result_row import (
 )
 from cpt_lab.sweeps.row_index import index_of
 
+# Rows of another version are refused, all old ones too: so a new field does not raise it.
 SCHEMA_VERSION = 1
 NO_DIGEST = "no digest"  # of a row that is older than digests, in a store without a file of them
 MAX_LISTED_ROWS = 3  # rows that a warning names

@@ -32,7 +32,10 @@ def device_name(device: str) -> str:
 
 
 def peak_memory(device: str) -> int:
-    """Return the peak memory in bytes: reserved by torch on a GPU, resident on a CPU."""
+    """Return the peak memory in bytes: reserved by torch on a GPU, resident on a CPU.
+
+    The peak of a CPU is that of the whole process (``ru_maxrss``), which nothing resets between runs.
+    """
     return torch.cuda.max_memory_reserved() if device == "cuda" else host_memory()
 
 
