@@ -526,7 +526,7 @@ def _equal_cost_arms(
 ) -> list[RunSpec]:
     """Return the arms of equal cost with one seed."""
 
-    def solved(level: float, delay: float = 0.0) -> Schedule:
+    def schedule_at_cost(level: float, delay: float = 0.0) -> Schedule:
         return solve_schedule(
             level, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay
         )
@@ -537,23 +537,26 @@ def _equal_cost_arms(
     def make(arm: str, arm_recipe: Recipe = r) -> RunSpec:
         return run_spec(arm_recipe, arm, q_max=q_max, seed=0, scale=scale)
 
-    def bent(schedule: Schedule, arm: str) -> RunSpec:
+    def spec_of_schedule(schedule: Schedule, arm: str) -> RunSpec:
         return RunSpec(r, schedule, q_max, q_max, 0, arm, scale)
 
-    def stopped(arm: str) -> RunSpec:
+    def shortened_to_budget(arm: str) -> RunSpec:
+        """Return the arm with as many steps as the budget pays for."""
         steps = r.steps
-        while (
-            step_cost := price(spec := make(arm, replace(r, steps=steps)))
-        ) * steps > budget_in_steps + 1e-9:
+        spec = make(arm)
+        step_cost = price(spec)
+        while step_cost * steps > budget_in_steps + 1e-9:
             steps = min(steps - 1, int(budget_in_steps / step_cost))
-        return (
-            spec
-            if steps == r.steps
-            else replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
-        )
+            spec = make(arm, replace(r, steps=steps))
+            step_cost = price(spec)
+        if steps == r.steps:
+            return spec
+        return replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
 
     first = (
-        make("RR") if budget is None else bent(solved(budget), f"RR at {budget:.3f}")
+        make("RR")
+        if budget is None
+        else spec_of_schedule(schedule_at_cost(budget), f"RR at {budget:.3f}")
     )
     level = price(first)
     budget_in_steps = level * r.steps
@@ -564,10 +567,12 @@ def _equal_cost_arms(
     )
     arms = [
         first,
-        bent(solved(level, delay), f"{first.arm} delayed {100 * delay:g} %"),
-        stopped("ER"),
-        stopped(f"static {q_max}"),
-        stopped(f"static {static}"),
+        spec_of_schedule(
+            schedule_at_cost(level, delay), f"{first.arm} delayed {100 * delay:g} %"
+        ),
+        shortened_to_budget("ER"),
+        shortened_to_budget(f"static {q_max}"),
+        shortened_to_budget(f"static {static}"),
         make(f"static {q_max}"),
     ]
     return list({spec.key: spec for spec in arms}.values())
