@@ -354,12 +354,12 @@ def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
             claim,
             read_columns if claim.measure in PREREGISTERED_MEASURES else pooled_runs,
         )
-        entries.append(_with_levels(entry, full_bits))
+        entries.append(_add_full_bits_quality(entry, full_bits))
     return entries
 
 
-def _with_levels(entry: Entry, full_bits: pd.DataFrame) -> Entry:
-    """Add the quality of full bits to the effects of an entry."""
+def _add_full_bits_quality(entry: Entry, full_bits: pd.DataFrame) -> Entry:
+    """Add the quality of training at full bits to every effect."""
     effects = []
     for effect, word in entry.effects:
         level = levels.level_of(full_bits, effect.level_keys)

@@ -74,7 +74,7 @@ def fanout_groups(runs: pd.DataFrame, aggregations: bool = False) -> list[pd.Dat
 
 
 def deficit_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return the runs of critical-period experiments, by recipe without its length."""
+    """Return the deficit runs, one table per recipe (any number of steps), preset, q_max and scale."""
     return _split(
         runs[runs["kind"] == "deficit"], "recipe_but_length", "preset", "q_max", "scale"
     )

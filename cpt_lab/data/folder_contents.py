@@ -351,7 +351,7 @@ def identical_files(first: Sequence[str], second: Sequence[str]) -> dict[str, st
     """
     paths, other_paths = list(first), list(second)
     digests: dict[str, Any] = {}
-    for digest in (_size, _middle, _digest):
+    for digest in (_size, _read_middle, _digest):
         digests = {path: digest(path) for path in [*paths, *other_paths]}
         shared = {digests[path] for path in paths}
         shared &= {digests[path] for path in other_paths}
@@ -369,7 +369,7 @@ def duplicate_files(paths: Sequence[str]) -> dict[str, str]:
     """Return files with the bytes of an earlier file: {file: the first file with these bytes}."""
     candidates = list(paths)
     digests: dict[str, Any] = {}
-    for digest in (_size, _middle, _digest):
+    for digest in (_size, _read_middle, _digest):
         digests = {path: digest(path) for path in candidates}
         counts = Counter(digests.values())
         candidates = [
@@ -394,8 +394,8 @@ def _size(path: str) -> int:
         return MISSING_SIZE
 
 
-def _middle(path: str) -> bytes:
-    """Return ``MIDDLE_BYTES`` from the middle of a file."""
+def _read_middle(path: str) -> bytes:
+    """Read ``MIDDLE_BYTES`` from the middle of a file."""
     with explain_read_errors(Path(path)), Path(path).open("rb") as file:
         file.seek(max(0, _size(path) // 2 - MIDDLE_BYTES // 2))
         return file.read(MIDDLE_BYTES)

@@ -130,6 +130,7 @@ def read_each(read: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
     Raises:
         ValueError: if items cannot be read: one line for each, ``MAX_DEFECTS`` at most.
+        DataNotFoundError: if a missing file is the only defect. A single error is raised as it is, of either class.
     """
     values: list[T] = []
     wrong: dict[str, Exception] = {}
