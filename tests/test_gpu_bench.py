@@ -49,21 +49,26 @@ def read(folder, part):
 )
 def test_gpu_bench_parts_run_once_on_cpu(part, only, ok, left_out, folder):
     assert hour.main([part, "--dry", "--only", only]) == 0
-    told, rows = read(folder, part)
-    assert (told["ok"], len(told["left out"]), told["failed"], told["left"]) == (
+    summary, rows = read(folder, part)
+    assert (
+        summary["ok"],
+        len(summary["left out"]),
+        summary["failed"],
+        summary["left"],
+    ) == (
         ok,
         left_out,
         {},
         [],
     )
-    assert set(told["left out"].values()) <= {
+    assert set(summary["left out"].values()) <= {
         "steps are not captured: the device is cpu"
     }
     assert hour.main([part, "--dry", "--only", only]) == 0
-    assert read(folder, part) == (told, rows)
+    assert read(folder, part) == (summary, rows)
     if part == "speed":
-        assert told["values"]["PTB LSTM, float32"]["ms"] > 0
-        assert told["values"]["PTB LSTM, quantised"]["ratio"] > 0
+        assert summary["values"]["PTB LSTM, float32"]["ms"] > 0
+        assert summary["values"]["PTB LSTM, quantised"]["ratio"] > 0
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def answers_of(model, *inputs):
     return found
 
 
-def around(rounds, before=lambda x: x):
+def model_around(rounds, before=lambda x: x):
     """Return a model of three layers, the middle one of which may round on too wide a range."""
     model = nn.ModuleDict(
         {"first": nn.Linear(4, 4), "odd": rounds, "last": nn.Linear(4, 4)}
@@ -102,25 +102,25 @@ TOKENS = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[1.0] * 6, [1.0] * 4 + [0.0] * 2, [1.0] * 3 + [0.0] * 3])
 # name of a question -> models that keep what it asks for, or break it: a maker, what breaks it, and the inputs
 CASES = {
-    questions.OTHER_SAMPLES: (around, {"dims": (0,)}, (TOKENS[:, 0],)),
-    questions.ONE_SAMPLE: (around, {"dims": (0,)}, (TOKENS[:, 0],)),
+    questions.OTHER_SAMPLES: (model_around, {"dims": (0,)}, (TOKENS[:, 0],)),
+    questions.ONE_SAMPLE: (model_around, {"dims": (0,)}, (TOKENS[:, 0],)),
     questions.LATER_POSITIONS: (
-        partial(around, before=cumulated),
+        partial(model_around, before=cumulated),
         {"dims": (1,)},
         (TOKENS,),
     ),
     questions.PREFIX_ALONE: (
-        partial(around, before=cumulated),
+        partial(model_around, before=cumulated),
         {"dims": (1,)},
         (TOKENS,),
     ),
     questions.OUT_OF_REACH: (
-        partial(around, before=neighbours),
+        partial(model_around, before=neighbours),
         {"dims": (0,)},
         (TOKENS[0],),
     ),
     questions.CHECKPOINTING: (
-        around,
+        model_around,
         {"dims": (1,), "when": is_recomputed},
         (TOKENS[:, 0],),
     ),
@@ -231,7 +231,9 @@ def test_invariance_check_compares_cached_decoding():
         "odd",
     )
     assert found[questions.PREFIX_ALONE].status == "holds"
-    without = answers_of(around(Rounds(), cumulated), TOKENS)[questions.CACHED_DECODING]
+    without = answers_of(model_around(Rounds(), cumulated), TOKENS)[
+        questions.CACHED_DECODING
+    ]
     assert (without.status, "past_key_values" in without.note) == (
         "not applicable",
         True,
@@ -291,12 +293,12 @@ def test_invariance_check_varies_operand_layout(by_strides):
 
 def test_invariance_check_requires_float32_invariance():
     """Skip invariances that the float32 model does not have."""
-    mixed = around(Rounds((0, 1)), lambda x: x - x.mean((0, 1), keepdim=True))
-    found = answers_of(mixed, TOKENS)
-    asked = {
-        name for name, answer in found.items() if answer.status != "not applicable"
+    mixed = model_around(Rounds((0, 1)), lambda x: x - x.mean((0, 1), keepdim=True))
+    results = answers_of(mixed, TOKENS)
+    tested_names = {
+        name for name, answer in results.items() if answer.status != "not applicable"
     }
-    assert asked == {questions.CHECKPOINTING, questions.MEMORY_LAYOUT}
+    assert tested_names == {questions.CHECKPOINTING, questions.MEMORY_LAYOUT}
 
 
 def test_invariance_check_ignores_outputs_equal_by_chance():
@@ -378,7 +380,7 @@ def test_invariance_check_stops_for_random_models(kind):
 
 def test_invariance_check_detects_unrepeatable_quantised_passes():
     calls = []
-    model = around(Rounds((1,), lambda x: calls.append(1) or len(calls) % 2))
+    model = model_around(Rounds((1,), lambda x: calls.append(1) or len(calls) % 2))
     found = answers_of(model, TOKENS[:, 0])
     assert {name: (a.status, a.layer) for name, a in found.items()} == {
         questions.REPEATED_PASS: ("broken", "parts.odd")
@@ -569,7 +571,7 @@ def test_invariance_check_uses_existing_ladder_level():
     )
     for odd in (True, False):
         model = quantize_(
-            around(Rounds((0,) if odd else ())), QuantConfig(ladder=ladder)
+            model_around(Rounds((0,) if odd else ())), QuantConfig(ladder=ladder)
         )
         found = check(model, (TOKENS[:, 0],))
         assert found.ok is not odd
@@ -584,7 +586,7 @@ def test_invariance_check_uses_existing_ladder_level():
 
 
 def test_check_fails_with_broken_invariance():
-    model = quantize_(around(Rounds((0,))))
+    model = quantize_(model_around(Rounds((0,))))
     found = check(model, (TOKENS[:, 0],))
     assert (found.ok, [answer.name for answer in found.broken]) == (
         False,

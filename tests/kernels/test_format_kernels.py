@@ -30,7 +30,7 @@ SMALL += [
     "e6m1",
     "e5m10",
 ]
-NINE = torch.tensor(511.0)  # levels, of which formats take no notice
+NINE = torch.tensor(511.0)  # levels, ignored by number formats
 
 
 def numbers(format):

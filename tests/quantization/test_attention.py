@@ -169,7 +169,7 @@ def test_attention_conversion_leaves_config_and_files_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_attention_causal_mask_of_decoders(implementation):
+def test_attention_causal_mask_hides_later_tokens(implementation):
     """Keep earlier outputs of a decoder independent of later tokens."""
     torch.manual_seed(0)
     decoder = hf.BertLMHeadModel._from_config(

@@ -60,10 +60,10 @@ def tried(*given, **options):
     )
 
 
-every = pytest.mark.parametrize("repeat", [range_test, sensitivity, tried])
+every_search = pytest.mark.parametrize("repeat", [range_test, sensitivity, tried])
 
 
-@every
+@every_search
 def test_restartable_training_restores_model_optimizer_and_rng(repeat):
     model, train_step, optimizer, _ = problem(dropout=0.5)
     for step in range(3):  # the optimizer has a momentum by then
@@ -95,7 +95,7 @@ class Counting(nn.Module):
         return x + 0 * self.passes.add_(1)
 
 
-@every
+@every_search
 def test_restartable_training_starts_equal_and_restores_buffers(repeat):
     """Restore random generators, non-persistent buffers and gradients before every training."""
     model, _, _, _ = problem()
@@ -130,7 +130,7 @@ def test_restartable_training_starts_equal_and_restores_buffers(repeat):
     assert model[0].bias.grad is None
 
 
-@every
+@every_search
 def test_restartable_training_keeps_rejected_model(repeat):
     model, train_step, optimizer, _ = problem()
     holes = cpt.QuantConfig(ladder={2: "e2m1", 3: "e4m3"})
@@ -145,7 +145,7 @@ def test_restartable_training_keeps_rejected_model(repeat):
     assert type(model[0]) is nn.Linear
 
 
-@every
+@every_search
 def test_restartable_training_keeps_precision_of_converted_model(repeat):
     model, train_step, optimizer, _ = problem()
     quantize_(model)
@@ -156,7 +156,7 @@ def test_restartable_training_keeps_precision_of_converted_model(repeat):
         assert int(layer.num_steps) == 63
 
 
-@every
+@every_search
 def test_restartable_training_keeps_scheduler_attached(repeat):
     model, train_step, optimizer, _ = problem()
     quantize_(model)
@@ -170,7 +170,7 @@ def test_restartable_training_keeps_scheduler_attached(repeat):
     assert of_mode == [{3}, {6}]
 
 
-@every
+@every_search
 def test_restartable_training_restores_model_after_error(repeat):
     """Restore at once, although a notebook keeps the error alive."""
     model, train_step, optimizer, seen = problem()
@@ -188,10 +188,9 @@ def test_restartable_training_restores_model_after_error(repeat):
     assert kept.value.__traceback__ is not None
 
 
-@every
-def test_restartable_training_restarts_or_rejects_lr_scheduler(repeat):
+def problem_with_lr_decay():
+    """Return a problem whose train_step decays the rate, its LR scheduler, and the rates of the steps."""
     model, train_step, optimizer, _ = problem()
-    weight = model[0].weight.detach().clone()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     rates = []
 
@@ -201,12 +200,25 @@ def test_restartable_training_restarts_or_rejects_lr_scheduler(repeat):
         scheduler.step()
         return loss
 
+    return model, decays, optimizer, scheduler, rates
+
+
+@every_search
+def test_restartable_training_restarts_lr_scheduler(repeat):
+    model, decays, optimizer, scheduler, rates = problem_with_lr_decay()
+    weight = model[0].weight.detach().clone()
     repeat(model, decays, optimizer, stateful=[scheduler])
-    assert (
-        rates.count(0.2) >= 5 * 6
-    )  # six trainings at the least, of eight steps or more
+    # six trainings at the least, of eight steps or more
+    assert rates.count(0.2) >= 5 * 6
     assert sorted(set(rates)) == pytest.approx([0.02, 0.2])
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.2)
+    assert torch.equal(model[0].weight, weight)
+
+
+@every_search
+def test_restartable_training_rejects_lr_scheduler_missing_from_stateful(repeat):
+    model, decays, optimizer, _, _ = problem_with_lr_decay()
+    weight = model[0].weight.detach().clone()
     refused(
         r"another \[.*name the LR scheduler in stateful=",
         repeat,
@@ -215,6 +227,12 @@ def test_restartable_training_restarts_or_rejects_lr_scheduler(repeat):
         optimizer,
     )
     assert torch.equal(model[0].weight, weight)
+
+
+@every_search
+def test_restartable_training_rejects_wrong_arguments(repeat):
+    model, train_step, optimizer, _ = problem()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     for given, message in (
         ((model, None, optimizer), "needs train_step"),
         (("digits", train_step, optimizer), "must be a torch module"),
