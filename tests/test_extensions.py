@@ -12,7 +12,7 @@ def core_alone(monkeypatch):
 
 def test_services_warns_if_part_is_not_installed(core_alone):
     with pytest.warns(
-        UserWarning, match=r"cpt_extras\.integrations\.processes is not installed"
+        UserWarning, match=r"cpt_extras\.integrations\.data_parallel is not installed"
     ):
         assert extensions.services("processes").key_offset() is None
 
