@@ -59,7 +59,7 @@ def _tests(options: Options) -> dict[str, Any]:
             "not gpu",
             "tests/graphs/test_graph.py",
             "-k",
-            "as_a_dense_product_does",
+            "test_graph_aggregate_matches_dense_matmul",
         ]
     elif importlib.util.find_spec("xdist"):
         selection += ["-n", "4"]
