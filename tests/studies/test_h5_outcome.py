@@ -36,7 +36,7 @@ def measured(monkeypatch):
     for case, c in CASES.items():
         monkeypatch.setitem(CASES, case, replace(c, seeds=10))
     for module in ("cpt_lab.studies.h5.arms", "cpt_lab.studies.h5.outcome"):
-        monkeypatch.setattr(f"{module}.stored", stored.__getitem__)
+        monkeypatch.setattr(f"{module}.stored_sensitivity", stored.__getitem__)
 
 
 def rows(gains=(), own=0.0, lost=(), cases=CASES, spread=0.1):
@@ -111,7 +111,7 @@ def test_h5_compares_with_better_evaluation_of_static():
 def test_h5_diverged_runs_score_chance():
     lost = {("digits", "over both", s) for s in range(100, 110)}
     found = effects(rows(lost=lost))
-    assert line(found, "digits", "over both").num_lost == 10
+    assert line(found, "digits", "over both").lost == 10
     assert line(found, "digits", "over both")["mean"] == pytest.approx(
         -40, abs=2
     )  # from 50 % to 10 %

@@ -149,7 +149,7 @@ def test_h7_reports_outcome_by_both_evaluation_rules():
         for _, said in a.by_rule
     )
     assert "depends on the rule" not in a.outcome
-    assert a.judged().startswith("Judged at 8 bits: confirmed: gradients may pay;")
+    assert a.rules_text().startswith("Judged at 8 bits: confirmed: gradients may pay;")
 
 
 def test_h7_gains_by_evaluation_count_tasks():
