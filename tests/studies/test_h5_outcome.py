@@ -187,6 +187,6 @@ def test_h5_without_sensitivities_has_no_section(monkeypatch):
     assert set(found["word"]) == {"open: where bits matter has not been measured"}
     assert len(summary(found)) == len(CASES) * len(ARMS)
     assert (
-        outcome.answers(table([]))[0].word
+        outcome.answers(table([]))[0].outcome
         == f"open: runs of {', '.join(CASES)} are missing"
     )
