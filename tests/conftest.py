@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(scope="session")
 def reference_dir() -> Path:
-    """The folder of the reference values; CPT_REFERENCE_DIR names another one with files of that format."""
+    """Return the folder of the reference values, or that of CPT_REFERENCE_DIR."""
     return Path(
         os.environ.get("CPT_REFERENCE_DIR")
         or Path(__file__).parent / "reference" / "data"
@@ -69,14 +69,14 @@ def reference_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def reference_macs(reference_dir: Path) -> dict[str, dict[str, str]]:
-    """The rows of the reference's forward passes, by model."""
+    """Return the rows of the reference's forward passes, by model."""
     with (reference_dir / "flops.csv").open() as file:
         return {row["model"]: row for row in csv.DictReader(file)}
 
 
 @pytest.fixture
 def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder where data are looked for."""
+    """Return an empty data folder."""
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     return tmp_path
 
@@ -85,7 +85,7 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """What runs a command of ``cpt`` as a user would, and returns its status, stdout and stderr."""
+    """Return a function that runs ``cpt`` and returns its status, stdout and stderr."""
     from cpt_lab import commands
 
     def run(*words: object) -> tuple[int, str, str]:

@@ -23,7 +23,7 @@ def write(folder, files):
 
 
 def picture(size=(12, 10), kind="PNG", seed=0, mode="RGB"):
-    """A picture of height and width, of noise."""
+    """Return an image of noise with a height and width."""
     out, pixels = (
         io.BytesIO(),
         np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8),
@@ -33,14 +33,14 @@ def picture(size=(12, 10), kind="PNG", seed=0, mode="RGB"):
 
 
 def archive(**arrays):
-    """An .npz archive."""
+    """Return an .npz archive."""
     out = io.BytesIO()
     np.savez(out, **arrays)
     return out.getvalue()
 
 
 def table(values, form="%d"):
-    """A table as OGB has it."""
+    """Return a table in OGB's format."""
     out = io.StringIO()
     np.savetxt(out, np.asarray(values), fmt=form, delimiter=",")
     return gzip.compress(
@@ -89,7 +89,7 @@ def class_folders(count=5):
 
 
 def graph_arrays(nodes=60, edges=150):
-    """A graph with features, labels of three classes and a split."""
+    """Return a graph with features, labels of three classes and a split."""
     rng = np.random.default_rng(0)
     order = rng.permutation(nodes)
     return {
@@ -103,7 +103,7 @@ def graph_arrays(nodes=60, edges=150):
 
 
 def ogb_folder(graph):
-    """The raw layout of OGB's node data sets."""
+    """Return the raw layout of OGB's node data sets."""
     raw = {
         "edge": table(graph["edge_index"].T),
         "node-feat": table(graph["features"], "%.6f"),
@@ -153,7 +153,7 @@ def pair_rows(split, language="en"):
 
 
 def tsv(rows):
-    """A table as XNLI has it, without quotes."""
+    """Return a table in XNLI's format, without quotes."""
     lines = [
         "\t".join(rows.columns),
         *("\t".join(map(str, row)) for row in rows.to_numpy()),
@@ -162,7 +162,7 @@ def tsv(rows):
 
 
 def parquet(rows):
-    """A table as the Hugging Face hub has it."""
+    """Return a table in the format of the Hugging Face hub."""
     out = io.BytesIO()
     rows.to_parquet(out)
     return out.getvalue()
@@ -187,7 +187,7 @@ def pair_files(ending, valid="validation", change=lambda split, rows: rows):
 
 
 def boxes(**lists):
-    """Lists of ids, such as ``train=["a", "b"]``."""
+    """Return lists of ids, such as ``train=["a", "b"]``."""
     return {
         f"ImageSets/Main/{part}.txt": "".join(f"{i}\n" for i in ids).encode()
         for part, ids in lists.items()
@@ -195,7 +195,7 @@ def boxes(**lists):
 
 
 def annotated_picture(name, size=(60, 90), objects=(), mode="RGB"):
-    """A picture of height x width and its annotation; objects as (class, box), and what stands behind the box."""
+    """Return an image and its annotation; objects are (class, box, extra tags)."""
     tags = ("xmin", "ymin", "xmax", "ymax")
     object_tags = "".join(
         f"<object><name>{kind}</name>{''.join(more)}"

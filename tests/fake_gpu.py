@@ -328,7 +328,7 @@ class Phantom(TorchDispatchMode):
 
 
 def _patches():
-    """What of torch looks for a device itself: target, name, substitute."""
+    """Yield torch functions that look for a device: target, name, substitute."""
     save, generator, csr = torch.save, torch.Generator, torch.sparse_csr_tensor
 
     def apply(self, move, recurse=True):

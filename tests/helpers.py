@@ -246,7 +246,7 @@ def pictures(seed=0, n=4):
 
 
 def row_of(spec, value, metric="accuracy", status="ok") -> ResultRow:
-    """A row with one metric; BitOps as the schedule has them, of one product."""
+    """Return a row with one metric and the schedule's BitOps of one matmul."""
     bits = spec.schedule.bits()
     point = {"split": "test", "when": "final", "precision": "q_max"}
     curve = [
@@ -275,7 +275,7 @@ def row_of(spec, value, metric="accuracy", status="ok") -> ResultRow:
 
 
 def stored_row(spec, value, **changes) -> ResultRow:
-    """A row with what stores and their readers ask for besides."""
+    """Return a row with all fields that stores and readers need."""
     return {
         **row_of(spec, value),
         "schema": 1,
