@@ -12,9 +12,9 @@ from bench import demo_check
 
 PAPER = [p for p in NOTEBOOKS if p.name[:2] in demo_check.PAPER]
 OWN_RUNS = """
-from cpt_lab.analysis import runs
+from cpt_lab.analysis import run_table
 from cpt_lessons import run_reports
-rows = runs.committed("{store}").query("{condition}")
+rows = run_table.committed("{store}").query("{condition}")
 run_reports.compare_with_paper(rows)
 """
 
