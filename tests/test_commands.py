@@ -1007,13 +1007,13 @@ def test_claims_command_works_without_utf_8_locale(place):
         import sys
         from pathlib import Path
         from cpt_lab import commands
-        from cpt_lab.data.files import fingerprint_of
+        from cpt_lab.data.files import fingerprint_paths
         from cpt_lab.paths import results_dir
 
         here = Path(sys.argv.pop())
         Path(here / "b\\udcc3\\udcb6x").mkdir()  # as a file system of UTF-8 shows it here
         (here / "b\\udcc3\\udcb6x" / "a").write_bytes(b"1")
-        assert fingerprint_of([here / "b\\udcc3\\udcb6x"]) != fingerprint_of([here / "none"])
+        assert fingerprint_paths([here / "b\\udcc3\\udcb6x"]) != fingerprint_paths([here / "none"])
         commands.all_stores = lambda: [results_dir() / "cycles_digits.jsonl"]
         commands.main()
     """

@@ -30,7 +30,7 @@ def example(name):
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
 def test_example_is_short_documented_and_tested(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 60
+    assert len(text.splitlines()) <= 80
     assert (ast.get_docstring(ast.parse(text)) or "").count(".") >= 1
     assert path.stem in Path(__file__).read_text()
     brings = {"sklearn": "lab", "lightning": "lightning", "transformers": "text"}
@@ -70,7 +70,7 @@ def test_example_study_resumes_after_interruption(
     folder = tmp_path / "mine"
     monkeypatch.chdir(folder)
     script, store = folder / "study.py", folder / "study.jsonl"
-    assert len(script.read_text().splitlines()) <= 120
+    assert len(script.read_text().splitlines()) <= 160
     script.write_text(
         script.read_text().replace(
             "STEPS, Q_MAX, STORE = 400", "STEPS, Q_MAX, STORE = 40"

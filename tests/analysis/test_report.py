@@ -161,7 +161,7 @@ def test_report_is_self_contained_html(page):
 
 def test_report_handles_empty_stores(quick, tmp_path):
     assert (
-        "is stored yet; <code>cpt plan</code> lists the grids"
+        "is stored yet; <code>cpt plan</code> lists the"
         in report.write_report([], tmp_path / "empty.html").read_text()
     )
     page = written([row_of(smoke_spec("digits"), 0.5)], tmp_path)

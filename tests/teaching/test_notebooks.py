@@ -504,7 +504,7 @@ def test_notebook_rejects_unknown_parameter(place, tmp_path):
     check = "from cpt_lessons.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)"
     place(
         "07_small.ipynb",
-        "from cpt_extras.progress import waiting\nfor _ in waiting('runs', range(2)): pass",
+        "from cpt_extras.progress import progress_bar\nfor _ in progress_bar('runs', range(2)): pass",
         check,
     )
     message = "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"
@@ -515,7 +515,7 @@ def test_notebook_rejects_unknown_parameter(place, tmp_path):
             {"scael": "demo"},
         )
     book = nbformat.read(tmp_path / "ran.ipynb", as_version=4)
-    (shown,) = [cell for cell in book.cells if "waiting('runs'" in cell.source]
+    (shown,) = [cell for cell in book.cells if "progress_bar('runs'" in cell.source]
     (bar,) = shown.outputs  # and nothing on stderr
     assert bar.data["text/plain"].startswith("runs:")
     assert "application/vnd.jupyter.widget-view+json" in bar.data
