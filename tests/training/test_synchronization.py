@@ -98,7 +98,7 @@ def start(spec, **options):
 
 def values(model):
     return {
-        name: x.held if isinstance(x, PhantomTensor) else x
+        name: x.values_on_cpu if isinstance(x, PhantomTensor) else x
         for name, x in model.state_dict().items()
     }
 
@@ -190,7 +190,7 @@ def test_gpu_divergence_is_independent_of_read_interval(
         monkeypatch.setattr(loop, "LOSS_READ_INTERVAL", read_every)
         disturb(monkeypatch, at, value)
         run = start(spec, **options)
-        weights = [p.held for p in run.model.parameters()]
+        weights = [p.values_on_cpu for p in run.model.parameters()]
         return (
             (
                 run.status,
