@@ -294,9 +294,9 @@ def test_gpu_session_needs_fused_optimizer(monkeypatch):
 def test_gpu_run_resumes_on_different_device(first, second, tmp_path):
     spec = spec_of("gcn")  # Adam counts its steps where it computes
     with Phantom() as gpu:
-        gpu.whole = first == GPU
+        gpu.puts_gradients_on_gpu = first == GPU
         stop_at(3, spec, tmp_path / "run.pt", device=first)
-        gpu.whole = second == GPU
+        gpu.puts_gradients_on_gpu = second == GPU
         run = train(
             load_task_class(spec), spec, device=second, checkpoint=tmp_path / "run.pt"
         )
