@@ -110,4 +110,4 @@ def cpp_kernels() -> None:
     active = backend()
     if active.cpu != "cpp":
         assert os.environ.get("CPT_KERNELS") or build.compiler() is None, str(active)
-        pytest.skip(f"on a CPU: {active.cpu} ({active.why['cpu']})")
+        pytest.skip(f"on a CPU: {active.cpu} ({active.reasons['cpu']})")

@@ -82,6 +82,13 @@ def test_public_former_names_warn(former, name):
     assert former not in dir(package)
 
 
+def test_public_former_backend_attribute_warns():
+    backend = cpt.backend()
+    with pytest.warns(DeprecationWarning, match="Backend.why is now reasons"):
+        reasons = backend.why
+    assert reasons == backend.reasons
+
+
 def test_public_former_synced_ranges_warns():
     message = r"agreed_ranges is now .*\.synced_ranges$"
     with pytest.warns(DeprecationWarning, match=message):

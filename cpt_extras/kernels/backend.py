@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from cpt_core.validation import check_choice
+from cpt_extras.former_names import FormerName
 from cpt_extras.kernels import gemm_backend, operators
 
 BACKENDS = ("reference", "cpp", "triton")
@@ -43,13 +43,7 @@ class Backend:
     reasons: dict[str, str]
     products: str = "torch"
 
-    @property
-    def why(self) -> dict[str, str]:
-        """Former name of ``reasons``."""
-        warnings.warn(
-            "Backend.why is now Backend.reasons", DeprecationWarning, stacklevel=2
-        )
-        return self.reasons
+    why = FormerName("why", "reasons")
 
     def __str__(self) -> str:
         """Return a line for each backend, with its reason."""

@@ -102,8 +102,6 @@ GRAPH_OPERATORS: dict[str, tuple[str, Any, Any, Any]] = {
         _round_scale_round_gradient,
     ),
 }
-# operators whose (first) result lies on a grid
-QUANTIZED_OUTPUT_OPERATORS = ("scale_round", "round_scale_round")
 for _family, _library in operators.LIBRARIES.items():
     for _name, (_schema, _plain, _fake, _backward) in GRAPH_OPERATORS.items():
         _run = partial(_plain, getattr(torch.ops, _family))

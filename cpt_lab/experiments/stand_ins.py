@@ -22,7 +22,6 @@ CORA = "planetoid/cora/"
 CIFAR_RESNET8 = {"dataset": CIFAR_COPIES, "model": "resnet8"}
 FACEBOOK_GCN = {"dataset": FACEBOOK, "model": "gcn", "task": "graph"}
 FACEBOOK_SAGE = {"dataset": FACEBOOK, "model": "sage", "task": "graph"}
-XNLI_BERT = {"dataset": "xnli", "model": "bert_small", "task": "entailment"}
 
 # What the data of committed runs are called, which were data of the user's own to the runs.
 STAND_IN_TITLES = {
