@@ -23,6 +23,32 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that rewrites golden files."""
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="rewrite the files of tests/golden with what the tests produce",
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Return a function that compares a text with the file of that name in tests/golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs"
+
+    return compare
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let nbval's kernels listen on sockets of the file system: two that start at once can take each other's ports."""
     if not config.getoption("nbval_lax", False):
