@@ -2,11 +2,14 @@
 
 ``mutants.toml`` lists them: in which file which text becomes which other one, and the tests that must notice. Every
 mutant is put into a copy of the checkout, where those tests run; the working tree is left alone. The same tests run
-once without a mutant: they must be green then, or their red says nothing.
+once without a mutant: they must be green then, or their red says nothing. Tests run in forks of a process that has
+torch imported.
 
-    python -m bench.mutants                     # all of them, about an hour on two cores
+    python -m bench.mutants                     # all of them
     python -m bench.mutants --only bitops lstm  # those whose file or description holds a word
+    python -m bench.mutants --tests search      # those that name a test below tests/search
     python -m bench.mutants --changed [COMMIT]  # made from the lines that a commit, or HEAD, does not have
+    python -m bench.mutants --all-red           # map of all tests that turn red, see bench.mutant_map
 
 The list was written by hand and does not cover new code. ``--changed`` therefore generates mutants from changed lines
 (``bench.mutation_operators``): at most ``--most`` of them, drawn with ``--seed``, for the tests nearest to their file.
@@ -20,11 +23,12 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import multiprocessing
 import os
 import random
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -34,8 +38,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from bench.mutation_operators import changed_lines, changes
-from cpt_lab.resources import usable_cores
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
@@ -49,6 +54,9 @@ LEFT_OUT = (
 )  # made by machines, or not read by tests
 SECONDS = 900  # after this long a test hangs
 NEAREST = 4  # files of tests for a mutant that was made
+PRELOADED = ("torch", "torchvision", "pytest", "hypothesis", "scipy.stats", "pandas")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(list(PRELOADED))
 GREEN, RED = 0, 1  # what pytest ends with; all else is a test that did not run
 
 
@@ -171,7 +179,10 @@ def find_problem(mutant: Mutant, root: Path = ROOT) -> str:
 
 
 def run(
-    tests: Sequence[str], mutant: Mutant | None = None, root: Path = ROOT
+    tests: Sequence[str],
+    mutant: Mutant | None = None,
+    root: Path = ROOT,
+    options: Sequence[str] = ("-x",),
 ) -> tuple[int, str]:
     """Run tests in a copy of the checkout, with a mutant or without; return pytest's status and output."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -181,38 +192,39 @@ def run(
             path = copy / mutant.file
             text = path.read_text(encoding="utf-8").replace(mutant.before, mutant.after)
             path.write_text(text, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(copy),
-            "OMP_NUM_THREADS": "1",
-            "DGLBACKEND": "pytorch",
-        }
-        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = (
-            "1"  # seconds a start, and no test here needs one
-        )
-        try:
-            process = subprocess.run(
-                [*command, *(f"tests/{test}" for test in tests)],
-                cwd=copy,
-                env=environment,
-                timeout=SECONDS,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        except subprocess.TimeoutExpired:
+
+        output = Path(folder) / "output"
+        arguments = [*options, *(f"tests/{test}" for test in tests)]
+        process = FORKS.Process(target=_run_pytest, args=(copy, arguments, output))
+        process.start()
+        process.join(SECONDS)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
             return -1, f"no end after {SECONDS} s"
-        return process.returncode, process.stdout
+        return process.exitcode, output.read_text(encoding="utf-8", errors="replace")
+
+
+def _run_pytest(copy: Path, arguments: Sequence[str], output: Path) -> None:
+    """Run pytest on a copy of the checkout, then exit with its status; this process is a fork."""
+    os.setpgrp()
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(copy)
+
+    # nothing of the checkout itself may be imported instead of the copy
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "bench":
+            del sys.modules[name]
+    sys.path[:] = [str(copy), *(p for p in sys.path if p not in ("", str(ROOT)))]
+    os.environ.update(
+        PYTHONPATH=str(copy),
+        OMP_NUM_THREADS="1",
+        DGLBACKEND="pytorch",
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # seconds a start, and no test here needs one
+    )
+    common = ("-q", "--tb=short", "-p", "no:cacheprovider")
+    sys.exit(int(pytest.main([*common, *arguments])))
 
 
 def try_mutant(mutant: Mutant, root: Path = ROOT) -> str:
@@ -259,14 +271,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "-j", "--jobs", type=int, default=usable_cores(), help="mutants at a time"
+        "-j", "--jobs", type=int, default=cores, help="mutants at a time"
     )
     parser.add_argument(
         "--only",
         nargs="+",
         metavar="WORD",
         help="those whose file or description holds a word",
+    )
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="PATH",
+        help="those that name a test at or below a path in tests",
     )
     parser.add_argument(
         "--changed",
@@ -285,11 +304,14 @@ def main() -> None:
     selected = mutants
     if options.only:
         selected = [m for m in mutants if any(word in str(m) for word in options.only)]
+    if options.tests:
+        paths = tuple(path.removeprefix("tests/") for path in options.tests)
+        selected = [m for m in selected if any(t.startswith(paths) for t in m.tests)]
     if not selected and options.changed:
         sys.exit(f"nothing to change in the lines that {options.changed} does not have")
     if not selected:
         sys.exit(
-            f"no mutant has {' or '.join(options.only)} in its file or description"
+            f"no mutant has {' or '.join(options.only or options.tests)} in its file, description or tests"
         )
     if options.changed and options.most < len(selected):
         print(
