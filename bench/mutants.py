@@ -294,6 +294,11 @@ def main() -> None:
         metavar="COMMIT",
         help="made from lines that it has not",
     )
+    parser.add_argument(
+        "--all-red",
+        action="store_true",
+        help="map of all tests that turn red, in build/mutant_map; goes on where it stopped",
+    )
     parser.add_argument("--most", type=int, default=40, help="made ones at most (40)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw among more")
     options = parser.parse_args()
@@ -319,6 +324,12 @@ def main() -> None:
             flush=True,
         )
         selected = random.Random(options.seed).sample(selected, options.most)
+    if options.all_red:
+        from bench.mutant_map import make_map, summarize_map
+
+        folder = ROOT / "build" / "mutant_map"
+        print(summarize_map(make_map(selected, folder, options.jobs)))
+        return
     began = time.monotonic()
     all_killed = try_all(selected, options.jobs)
     outcome = "all killed" if all_killed else "NOT ALL KILLED"
