@@ -217,6 +217,23 @@ def refused(message, call, /, *args, error=ValueError, **options):
         call(*args, **options)
 
 
+def errors_text(cases, error=ValueError):
+    """Return the errors of calls, pairs of a function and keyword arguments, for a golden file."""
+    lines = []
+    for function, given in cases:
+        with pytest.raises(error) as raised:
+            quietly(function, **given)
+        words = ", ".join(
+            f"{name}={value!r}"
+            for name, value in given.items()
+            if len(repr(value)) < 60
+        )
+        named = getattr(function, "func", function)
+        name = getattr(named, "__qualname__", type(named).__name__)
+        lines.append(f"{name}({words})\n    {raised.value}\n")
+    return "".join(lines)
+
+
 def price(bits, q_max=8):
     """Return the mean of q**2 + 2 q q_max, relative to that of static q_max."""
     return sum(q * q + 2 * q * q_max for q in bits) / len(bits) / (3 * q_max * q_max)
