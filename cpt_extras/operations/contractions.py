@@ -62,9 +62,11 @@ def added_matmul(
     if mode.is_weight(input) and beta != 0:
         return run_matmul(mode, compute, first, second, input)
     product = scaled(alpha, run_matmul(mode, multiply, first, second))
-    return (
-        product if beta == 0 else scaled(beta, input) + product
-    )  # torch does not read an input times 0
+    # torch does not read an input times 0
+    if beta == 0:
+        return product
+    # autocast gives the matmul, but not the input, its half dtype
+    return (scaled(beta, input) + product).to(product.dtype)
 
 
 def transposed_convolution(
