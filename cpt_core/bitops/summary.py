@@ -97,7 +97,7 @@ class Summary:
         return [r for r in self.rows if not r.quantized]
 
     def __str__(self) -> str:
-        width = max([len(r.name) for r in self.rows] + [6])
+        width = max([len(r.name or "(model)") for r in self.rows] + [6])
         has_macs = self.float32_shares is not None
         macs_header = "  MACs  " if has_macs else ""
         lines = [
