@@ -5,98 +5,74 @@ import warnings
 
 import pytest
 import torch
+from helpers import FunctionModule
 from torch import nn
 
 import cpt_core as cpt
 
-EMPTY = "has no running range of its"
-STEPS = 6
+STATIC = cpt.StaticSchedule(4, total_steps=6)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.head(self.layer(x)[0])
+def recurrent():
+    return FunctionModule(
+        lambda m, x: m.head(m.layer(x)[0]), layer=nn.LSTM(4, 6), head=nn.Linear(6, 2)
+    )
 
 
-def net():
-    torch.manual_seed(0)
+def linear():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def conv_net():
-    torch.manual_seed(0)
+def convolution():
     return nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 2))
 
 
-MODELS = {  # model, shape of its inputs, and the layer and role that are named
-    "linear": (net, (5, 8), "layer '0' has no running range of its input"),
-    "convolution": (conv_net, (5, 3, 8), "layer '0' has no running range of its input"),
-    "lstm": (
-        lambda: Recurrent(nn.LSTM(4, 6)),
-        (3, 5, 4),
-        "layer 'layer' has no running range of its ",
-    ),
-}
-
-
-def said(call, *args):
-    with warnings.catch_warnings(record=True, action="always") as seen:
+def range_warnings(call, *args):
+    with warnings.catch_warnings(record=True, action="always") as caught:
         call(*args)
-    return [str(w.message) for w in seen if EMPTY in str(w.message)]
+    texts = [str(w.message) for w in caught]
+    return [text for text in texts if "has no running range of its" in text]
 
 
-def evaluate(model, x, times=2, bits=4):
-    for _ in range(times):
+def evaluate(model, x, bits=4):
+    for _ in range(2):
         with torch.no_grad(), cpt.precision(model.eval(), bits):
             model(x)
 
 
-def trained(make, shape, config=None):
-    """Return a quantised model after training, and its scheduler."""
-    model = cpt.quantize_(make(), config)
-    scheduler = cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, total_steps=STEPS))
-    for _ in range(STEPS):
-        model(torch.randn(shape)).sum().backward()
+@pytest.mark.parametrize(
+    ("make", "shape", "place"),
+    [
+        (linear, (5, 8), "layer '0' has no running range of its input"),
+        (convolution, (5, 3, 8), "layer '0' has no running range of its input"),
+        (recurrent, (3, 5, 4), "layer 'layer' has no running range of its "),
+    ],
+)
+def test_empty_range_warning_after_loading(make, shape, place):
+    """Warn once per model that was loaded without the state of its scheduler."""
+    model, x = cpt.quantize_(make()), torch.randn(shape)
+    scheduler = cpt.PrecisionScheduler(model, STATIC)
+    for _ in range(STATIC.total_steps):
+        model(x).sum().backward()
         scheduler.step()
-    return model, scheduler
+    assert range_warnings(evaluate, model, x) == []
 
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_empty_range_warning_appears_once_after_loading(name):
-    make, shape, message = MODELS[name]
-    model, scheduler = trained(make, shape)
-    x = torch.randn(shape)
-    assert said(evaluate, model, x) == []
     loaded = cpt.quantize_(make())
     loaded.load_state_dict(model.state_dict())
-    assert [text.startswith(message) for text in said(evaluate, loaded, x)] == [True]
-    assert said(evaluate, loaded.train(), x) == []  # once per model
-    again = cpt.quantize_(make())
-    again.load_state_dict(model.state_dict())
-    own = cpt.PrecisionScheduler(again, cpt.StaticSchedule(4, total_steps=STEPS))
-    own.load_state_dict(scheduler.state_dict())
-    assert said(evaluate, again, x) == []
+    (text,) = range_warnings(evaluate, loaded, x)
+    assert text.startswith(place)
+    assert "else run some batches in training mode first" in text
+    assert range_warnings(evaluate, loaded.train(), x) == []
 
+    scheduled = cpt.quantize_(make())
+    cpt.PrecisionScheduler(scheduled, STATIC, eval_bits="q_max")
+    scheduled.load_state_dict(model.state_dict())
+    assert len(range_warnings(scheduled.eval(), x)) == 1
 
-def test_empty_range_warning_with_fresh_scheduler():
-    model, _ = trained(net, (5, 8))
-    loaded = cpt.quantize_(net())
-    cpt.PrecisionScheduler(
-        loaded, cpt.StaticSchedule(4, total_steps=STEPS), eval_bits="q_max"
-    )
-    loaded.load_state_dict(model.state_dict())
-    assert len(said(lambda: loaded.eval()(torch.randn(5, 8)))) == 1
-
-
-def test_empty_range_warning_at_low_precision():
-    """Warn that outputs depend on the batch if a model is evaluated before any training."""
-    model = cpt.quantize_(net())
-    x = torch.randn(5, 8)
-    assert "else run some batches in training mode first" in said(evaluate, model, x)[0]
+    complete = cpt.quantize_(make())
+    complete.load_state_dict(model.state_dict())
+    cpt.PrecisionScheduler(complete, STATIC).load_state_dict(scheduler.state_dict())
+    assert range_warnings(evaluate, complete, x) == []
 
 
 def run_in_training_mode(model, x):
@@ -105,39 +81,36 @@ def run_in_training_mode(model, x):
     evaluate(model, x)
 
 
-def check_in_evaluation_mode(model, x):
+def dry_run(model, x):
     cpt.check(model.eval(), (x,))
     cpt.summary(model, (x,))
-    cpt.count_bitops(model, (x,), cpt.StaticSchedule(4, total_steps=STEPS))
+    cpt.count_bitops(model, (x,), STATIC)
 
 
-def before_training(model, x):
-    cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, total_steps=STEPS))
+def evaluate_before_training(model, x):
+    cpt.PrecisionScheduler(model, STATIC)
     evaluate(model, x)
 
 
-SILENT = {  # what is done -> config, and what is done to a model without ranges
-    "batches in training mode": (None, run_in_training_mode),
-    "ranges of the authors, which start at zero": (
-        cpt.QuantConfig(running_start="zero"),
-        evaluate,
-    ),
-    "float32": (None, lambda model, x: evaluate(model, x, bits="float")),
-    "dry runs": (None, check_in_evaluation_mode),
-    "evaluation before a training": (None, before_training),
-    "on meta": (None, lambda model, x: evaluate(model.to("meta"), x.to("meta"))),
+SILENT = {  # what is done with a model without ranges, and its config
+    "batches in training mode": (run_in_training_mode, None),
+    "ranges start at zero": (evaluate, cpt.QuantConfig(running_start="zero")),
+    "float32": (lambda model, x: evaluate(model, x, bits="float"), None),
+    "dry runs": (dry_run, None),
+    "evaluation before training": (evaluate_before_training, None),
+    "meta device": (lambda model, x: evaluate(model.to("meta"), x.to("meta")), None),
 }
 
 
-@pytest.mark.parametrize("case", list(SILENT))
-def test_empty_range_warning_spares_filled_ranges(case):
-    config, run = SILENT[case]
-    model = cpt.quantize_(net(), config)
-    assert said(run, model, torch.randn(5, 8)) == []
+@pytest.mark.parametrize("case", SILENT)
+def test_empty_range_warning_is_not_needed(case):
+    run, config = SILENT[case]
+    model = cpt.quantize_(linear(), config)
+    assert range_warnings(run, model, torch.randn(5, 8)) == []
 
 
 def test_empty_range_warning_survives_dry_run():
-    model, x = cpt.quantize_(net()), torch.randn(5, 8)
-    check_in_evaluation_mode(model, x)
-    assert len(said(evaluate, model, x)) == 1
-    assert said(evaluate, copy.deepcopy(model), x) == []
+    model, x = cpt.quantize_(linear()), torch.randn(5, 8)
+    dry_run(model, x)
+    assert len(range_warnings(evaluate, model, x)) == 1
+    assert range_warnings(evaluate, copy.deepcopy(model), x) == []
