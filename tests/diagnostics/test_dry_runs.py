@@ -151,14 +151,16 @@ def state_of(model, scheduler, x):
         (m.training, len(m._forward_hooks), len(m._forward_pre_hooks))
         for m in model.modules()
     ]
-    layers = [
-        (p.training, p.calibrated, p.is_fixed, p.zeros_unchecked, p.execution)
-        + (p.active_levels, p.grids, p.owning_scheduler, p.quantizers)
+    flags = [
+        (p.training, p.calibrated, p.is_fixed, p.zeros_unchecked) for p in precisions
+    ]
+    active = [
+        (p.execution, p.active_levels, p.grids, p.owning_scheduler, p.quantizers)
         for p in precisions
     ]
     gradients = [p.grad is None for p in (*model.parameters(), x)]
-    numpy_state = np.random.get_state()[1].tolist()  # noqa: NPY002
-    others = modules, layers, gradients, numpy_state, random.getstate()
+    numpy_state = str(np.random.get_state())  # noqa: NPY002
+    others = modules, flags, active, gradients, numpy_state, random.getstate()
     return copy.deepcopy(tensors), (*others, scheduler.get_last_bits())
 
 
