@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,6 +62,8 @@ NOTEBOOK_SECONDS = {
     "17": (20, 20),
     "18": (30, 31),
 }
+
+FIRST_NOTEBOOKS = ("01", "03", "05", "07", "04", "06")  # sections of the paper
 
 KERNEL_STOP_SECONDS = 3.0  # for interrupted kernels to end by themselves
 REPEATED_SIGNAL_SECONDS = 0.5  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
@@ -188,7 +190,8 @@ def reproduce(
 ) -> tuple[list[NotebookOutcome], Path]:
     """Run notebooks at a scale, ``AT_ONCE`` at a time, and write their pages.
 
-    The index is ``runs/reproduce/<scale>/index.html``. At demo scale, data of the user are tried
+    The index is ``runs/reproduce/<scale>/index.html``. It is there before the first notebook ends, with the figures of
+    the committed rows, and is written again after every section of the paper. At demo scale, data of the user are tried
     first (`cpt try`), once, and the index begins with the answer.
 
     Args:
@@ -220,9 +223,33 @@ def reproduce(
         try_(user_data, scale=scale, minutes=TRY_MINUTES)
 
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes = _run_all(jobs, expected(scale, paths), progress)
+    jobs.sort(key=_start_order)
+    numbers = [path.name[:2] for path in paths]
+
+    def write_index(outcomes: Sequence[NotebookOutcome], is_final: bool) -> Path:
+        return _write_index(folder, scale, user_data, outcomes, numbers, is_final)
+
+    if not progress:
+        outcomes = _run_all(jobs, {}, is_shown=False)
+    else:
+        index = write_index((), is_final=False)
+        typer.echo(f"report, written again after every section of the paper: {index}")
+        outcomes = _run_all(
+            jobs,
+            expected(scale, paths),
+            is_shown=True,
+            after_section=lambda outcomes: write_index(outcomes, is_final=False),
+        )
     outcomes.sort(key=lambda outcome: outcome.name)
-    return outcomes, _write_index(folder, scale, user_data, outcomes)
+    return outcomes, write_index(outcomes, is_final=True)
+
+
+def _start_order(job: NotebookRun) -> tuple[int, str]:
+    """Return a sort key that starts the sections of the paper first, and the long ones of them last."""
+    number = job.notebook.name[:2]
+    if number in FIRST_NOTEBOOKS:
+        return FIRST_NOTEBOOKS.index(number), number
+    return len(FIRST_NOTEBOOKS), number
 
 
 def _notebook_runs(
@@ -285,13 +312,30 @@ def _tasks_by_notebook(
 
 
 def _write_index(
-    folder: Path, scale: str, user_data: str, outcomes: Sequence[NotebookOutcome]
+    folder: Path,
+    scale: str,
+    user_data: str,
+    outcomes: Sequence[NotebookOutcome],
+    numbers: Sequence[str],
+    is_final: bool,
 ) -> Path:
-    """Write the index of a reproduction, unless it shows the same already."""
+    """Write the index of a reproduction, unless it shows the same already.
+
+    Args:
+        folder: folder of the pages.
+        scale: scale of the runs.
+        user_data: data set of the user, "" without.
+        outcomes: outcomes so far.
+        numbers: numbers of all notebooks that run.
+        is_final: whether all have ended; only then the claims of the paper are compared.
+    """
     rows = (runs_dir() / scale).glob("*.jsonl")
     answers = runs_dir().glob(f"try/*-{scale}/{precision_search_report.ANSWER_FILE}")
     inputs = sorted([*folder.glob("*.json"), *rows, *answers])
-    key_file, key = folder / "index.key", f"{user_data} {digest(inputs)}"
+    key_file, key = (
+        folder / "index.key",
+        f"{user_data} {' '.join(numbers)} {is_final} {digest(inputs)}",
+    )
     index = folder / "index.html"
     if key_file.exists() and key_file.read_text(encoding="utf-8") == key:
         return index
@@ -310,7 +354,9 @@ def _write_index(
     if user_data:
         answer = precision_search_report.answer_sections(user_data, scale)
     evidence = [] if answer else _committed_evidence()
-    page = report.write(folder, scale, pages, evidence, answer)
+    page = report.write(
+        folder, scale, pages, evidence, answer, numbers, has_claims=is_final
+    )
     write_text(key_file, key)
     return page
 
@@ -324,9 +370,19 @@ def _committed_evidence() -> list[Section]:
 
 
 def _run_all(
-    jobs: list[NotebookRun], seconds: dict[str, float], is_shown: bool
+    jobs: list[NotebookRun],
+    seconds: dict[str, float],
+    is_shown: bool,
+    after_section: Callable[[Sequence[NotebookOutcome]], Any] | None = None,
 ) -> list[NotebookOutcome]:
-    """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other."""
+    """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other.
+
+    Args:
+        jobs: notebooks to run, in this order.
+        seconds: expected run times, by name.
+        is_shown: show the progress.
+        after_section: is called with the outcomes so far when a notebook of ``FIRST_NOTEBOOKS`` has ended.
+    """
     places = [Place(job.notebook.stem) for job in jobs]
     progress = Progress(places, seconds, AT_ONCE, is_shown)
     outcomes = []
@@ -348,6 +404,9 @@ def _run_all(
                     progress.record_end(
                         outcome.notebook, outcome.status, outcome.seconds, outcome.error
                     )
+                    is_section = outcome.notebook[:2] in FIRST_NOTEBOOKS
+                    if after_section and pending and is_section:
+                        after_section(outcomes)
                 progress.refresh()
         except KeyboardInterrupt:
             progress.announce_stop()

@@ -6,8 +6,10 @@ about all stored runs (``cpt report``).
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from cpt_lab.analysis import (
     critical_periods,
     data_reports,
     equal_cost,
+    figure_data,
     int8_comparison,
     paper_comparison,
     predictors,
@@ -82,6 +85,14 @@ TASKS_BY_TOPIC = {  # section of the paper on quality against cost -> its tasks
     "language": ("language_model",),
     "entailment": ("entailment",),
 }
+ARTEFACTS_BY_TOPIC = {  # section of the paper -> its figure, for committed rows
+    "images": "figure_3",
+    "detection": "figure_4",
+    "graphs": "figure_6",
+    "language": "figure_7/language_model",
+    "entailment": "figure_7/entailment",
+    "critical-periods": "table_1",
+}
 RESULT_MODULES = (
     quality_cost,
     aggregation,
@@ -97,8 +108,12 @@ def write(
     outcomes: list[dict[str, Any]],
     committed: Sequence[Section] = (),
     own_data: Sequence[Section] = (),
+    notebooks: Collection[str] = (),
+    has_claims: bool = True,
 ) -> Path:
     """Write ``index.html`` into ``folder``: notebooks, and the paper compared with the runs of a scale.
+
+    It can be written while notebooks run: a section without runs yet shows the figure of the committed rows.
 
     Args:
         folder: folder of the page and of the pages of the notebooks.
@@ -106,6 +121,8 @@ def write(
         outcomes: outcome of every notebook.
         committed: sections made of committed rows, which come first.
         own_data: answers for the user's own data, which come before everything else.
+        notebooks: numbers of the notebooks that run, such as "03"; their sections are on the page from the start.
+        has_claims: compare the claims of the paper, which takes half a minute; without, the page has figures only.
     """
     files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
     runs = load(*files) if files else table([])
@@ -125,7 +142,7 @@ def write(
         Section(
             "Notebooks", (BRACKETS_NOTE,), table=_notebooks(outcomes), style="left"
         ),
-        *_paper_sections(runs),
+        *_paper_sections(runs, notebooks, has_claims),
         *data_reports.sections(
             *data_reports.stored_reports(files), style="left folded"
         ),
@@ -178,34 +195,54 @@ def _measured_here(line: tuple[str, ...]) -> str:
     return "; ".join(parts)
 
 
-def _paper_sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield the table of claims and the figures of every section of the paper that was run."""
-    figures = (
-        {topic: list(_figures(topic, runs)) for topic in reproduction.SECTIONS}
-        if len(runs)
-        else {}
-    )
-    topics = [topic for topic, topic_figures in figures.items() if topic_figures]
-    if not topics:
-        return
-    run_tables, committed = (
-        reproduction.claims_tables(runs),
-        reproduction.claims_tables(),
-    )
+def _paper_sections(
+    runs: pd.DataFrame, notebooks: Collection[str], has_claims: bool
+) -> Iterator[Section]:
+    """Yield claims and figures of every section of the paper that was run, or whose notebook is running."""
+    figures = {}
+    if len(runs):
+        figures = {
+            topic: list(_figures(topic, runs)) for topic in reproduction.SECTIONS
+        }
+    topics = []
+    for topic, section in reproduction.SECTIONS.items():
+        is_running = section.number in notebooks and topic in ARTEFACTS_BY_TOPIC
+        if figures.get(topic) or is_running:
+            topics.append(topic)
+
+    committed_tables, run_tables = {}, {}
+    if topics and has_claims:
+        committed_tables = reproduction.claims_tables()
+        run_tables = reproduction.claims_tables(runs) if len(runs) else {}
+
     for topic in sorted(topics, key=lambda topic: reproduction.SECTIONS[topic].number):
         section = reproduction.SECTIONS[topic]
-        heading = f"{section.title}: the paper, this run, committed rows"
-        note = (
-            f"Paper: {section.place}. Notebook {section.number} explains it. "
-            "Verdicts are those of the committed rows."
-        )
-        yield Section(
-            heading,
-            (note,),
-            table=compare_claims(run_tables[topic], committed[topic]),
-            style="left claims",
-        )
-        yield from figures[topic]
+        has_runs = bool(figures.get(topic))
+        title = f"{section.title}: the paper, committed rows"
+        table = committed_tables.get(topic)
+        if has_runs:
+            title = f"{section.title}: the paper, this run, committed rows"
+        if has_runs and has_claims:
+            table = compare_claims(run_tables[topic], committed_tables[topic])
+        note = f"Paper: {section.place}. Notebook {section.number} explains it. "
+        if has_claims:
+            note += "Verdicts are those of the committed rows."
+        else:
+            note += "The claims are compared when all notebooks have ended."
+        yield Section(title, (note,), table=table, style="left claims")
+        yield from figures[topic] if has_runs else _committed_figures(topic)
+
+
+@cache
+def _committed_figures(topic: str) -> tuple[Section, ...]:
+    """Return the figures of a section made of committed rows."""
+    rows = figure_data.best_rows(ARTEFACTS_BY_TOPIC[topic])
+    if rows.empty:
+        return ()
+    note = "Committed rows: no run of this section at this scale has ended here yet."
+    return tuple(
+        replace(shown, notes=(note, *shown.notes)) for shown in _figures(topic, rows)
+    )
 
 
 def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:

@@ -1,0 +1,52 @@
+"""The index of ``make reproduce`` while notebooks run: sections of the paper from the first moment."""
+
+from pathlib import Path
+
+import pytest
+
+from cpt_lab.analysis import report
+from cpt_lab.analysis.run_table import table
+from cpt_lessons import notebooks
+from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun
+
+
+@pytest.mark.slow
+def test_index_shows_committed_figures_before_runs():
+    claims, *figures = report._paper_sections(table([]), ["04"], has_claims=False)
+    assert claims.title == "Object detection: the paper, committed rows"
+    assert claims.table is None
+    assert figures
+    for section in figures:
+        assert section.figure is not None
+        assert section.notes[0].startswith("Committed rows: no run of this section")
+
+
+def test_index_without_notebooks_has_no_sections():
+    assert list(report._paper_sections(table([]), [], has_claims=False)) == []
+
+
+def test_reproduce_starts_with_sections_of_paper():
+    jobs = [NotebookRun(path, {}, {}, Path()) for path in notebooks.notebooks()]
+    jobs.sort(key=notebooks._start_order)
+    numbers = [job.notebook.name[:2] for job in jobs]
+    assert numbers[:6] == ["01", "03", "05", "07", "04", "06"]
+    assert numbers[6:] == sorted(numbers[6:])
+
+
+def test_reproduce_updates_index_after_sections(monkeypatch):
+    names = ["01_schedules", "08_choosing", "04_detection"]
+    jobs = [NotebookRun(Path(f"{name}.ipynb"), {}, {}, Path()) for name in names]
+
+    def run(job, key, place):
+        return NotebookOutcome(job.notebook.stem, "", "done", 1.0, None)
+
+    seen = []
+    monkeypatch.setattr(notebooks, "AT_ONCE", 1)
+    monkeypatch.setattr(notebooks, "_run", run)
+    monkeypatch.setattr(NotebookRun, "key", lambda self: "")
+    outcomes = notebooks._run_all(
+        jobs, {}, False, lambda outcomes: seen.append([o.name[:2] for o in outcomes])
+    )
+    assert sorted(outcome.name for outcome in outcomes) == sorted(names)
+    for numbers in seen:
+        assert numbers[-1] in ("01", "04")
