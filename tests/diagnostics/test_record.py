@@ -468,7 +468,7 @@ def test_record_includes_accumulated_gradients_of_step(model):
         ({"every": 1}, ["pass", "0", "1", "other"] * 3, [0, 1, 2], 3),
         ({"every": 1}, ["pass", "0", "evaluation", "1"], [0], 1),
         # the first step is recorded, whatever its number, and the last although it is unfinished
-        ({"every": 2, "step": 101}, ["pass", "0"] * 2 + ["pass"], [101, 103], 104),
+        ({"every": 2, "step": 101}, ["pass", "0"] * 2 + ["pass"], [101, 103], 103),
         # more than four recorded steps are thinned out
         ({"every": 1}, ["pass", "0"] * 13, [0, 4, 8, 12], 13),
     ],
