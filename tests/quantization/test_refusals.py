@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 from helpers import pictures, refused, reported_operations, small
-from quantization.test_attention import bert, unknown_attention
+from operation_samples import bert
+from quantization.test_attention import unknown_attention
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
