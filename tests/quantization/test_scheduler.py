@@ -1,18 +1,27 @@
-"""PrecisionScheduler: steps, checkpoints, the precision context manager, evaluation bits."""
+"""PrecisionScheduler: steps, checkpoints, followed optimizers, the precision context manager, evaluation bits."""
 
 import copy
+import gc
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
-from helpers import pictures, refused, small, state_of
+from helpers import FunctionModule, identical, pictures, refused, small, state_of
 from torch import nn
 
 from cpt_core.numerics import NUMERICS
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.convert import (
+    QuantConfig,
+    layer_precisions,
+    quantize_,
+    restore_,
+)
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.integrations.optimizer_hooks import KEY
 from cpt_extras.kernels.backend import reference
 from cpt_extras.search.custom_schedules import FunctionSchedule, TableSchedule
 
@@ -20,13 +29,11 @@ STEPS = 24
 
 
 def schedule_of(name="CR", total_steps=STEPS, **changes):
-    return make_schedule(
-        name,
-        **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes,
-    )
+    settings = {"q_min": 3, "q_max": 8, "n_cycles": 2} | changes
+    return make_schedule(name, total_steps=total_steps, **settings)
 
 
-def in_force(model):
+def active_bits(model):
     """Return bits and gradient bits of all layers, checked against the numbers that matmuls use."""
     layers = list(layer_precisions(model).values())
     for p in layers:
@@ -35,7 +42,14 @@ def in_force(model):
     return [(p.bits, p.q_grad) for p in layers]
 
 
-# --- the scheduler --------------------------------------------------------------------------------
+def range_tensors(model):
+    tensors = []
+    for p in layer_precisions(model).values():
+        tensors += [p.num_steps, p.grad_num_steps, *p.ranges().values()]
+    return tensors
+
+
+# --- steps ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -44,31 +58,19 @@ def in_force(model):
         schedule_of("CR"),
         schedule_of("ETV"),
         StaticSchedule(5, 7),
-        FunctionSchedule(
-            lambda u: 2 + 30 * u, total_steps=40
-        ),  # up to 32 bits, where quantisation is off
+        FunctionSchedule(lambda u: 2 + 30 * u, total_steps=40),  # up to 32 bits: off
     ],
     ids=["CR", "ETV", "static", "function"],
 )
 def test_scheduler_steps_follow_schedule(schedule, device):
+    """Fill the numbers of all layers in place, as recorded graphs need it."""
     model = quantize_(small().to(device))
     scheduler = PrecisionScheduler(model, schedule)
-    layers = layer_precisions(model).values()
-    numbers = [
-        t for p in layers for t in (p.num_steps, p.grad_num_steps, *p.ranges().values())
-    ]
-    places = [t.data_ptr() for t in numbers]
+    places = [t.data_ptr() for t in range_tensors(model)]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
-        assert in_force(model) == [(bits, schedule.q_max)] * 3
-        now = [
-            t
-            for p in layers
-            for t in (p.num_steps, p.grad_num_steps, *p.ranges().values())
-        ]
-        assert [
-            t.data_ptr() for t in now
-        ] == places  # filled in place, as recorded graphs need it
+        assert active_bits(model) == [(bits, schedule.q_max)] * 3
+        assert [t.data_ptr() for t in range_tensors(model)] == places
         scheduler.step()
 
 
@@ -78,10 +80,10 @@ def test_scheduler_takes_schedules_per_layer():
     scheduler = PrecisionScheduler(model, {"0": first, "*": rest})
     for t in range(STEPS):
         assert scheduler.get_last_bits() == [first(t), rest(t)]
-        assert in_force(model) == [(first(t), 6), (rest(t), 8), (rest(t), 8)]
+        assert active_bits(model) == [(first(t), 6), (rest(t), 8), (rest(t), 8)]
         scheduler.step()
     with precision(model, "q_max", q_grad="q_max"):
-        assert in_force(model) == [(6, 6), (8, 8), (8, 8)]
+        assert active_bits(model) == [(6, 6), (8, 8), (8, 8)]
 
 
 @pytest.mark.parametrize(
@@ -99,177 +101,28 @@ def test_scheduler_takes_schedules_per_layer():
 )
 def test_scheduler_rejects_patterns_without_match(patterns, message):
     model = quantize_(small())
-    refused(
-        message,
-        PrecisionScheduler,
-        model,
-        {p: schedule_of(total_steps=t) for p, t in patterns.items()},
-    )
-    assert in_force(model) == [(None, None)] * 3
+    schedules = {p: schedule_of(total_steps=t) for p, t in patterns.items()}
+    refused(message, PrecisionScheduler, model, schedules)
+    assert active_bits(model) == [(None, None)] * 3
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda m: PrecisionScheduler(m, schedule_of()),
-        lambda m: precision(m, 8).__enter__(),
-    ],
-)
-def test_scheduler_and_precision_reject_unconverted_models(use):
-    refused(r"no quantised layers; call quantize_\(model\) first", use, small())
+def test_scheduler_and_precision_reject_unconverted_models():
+    message = r"no quantised layers; call quantize_\(model\) first"
+    refused(message, PrecisionScheduler, small(), schedule_of())
+    refused(message, precision(small(), 8).__enter__)
 
 
 def test_scheduler_warns_once_past_the_end():
     model = quantize_(small())
     scheduler = PrecisionScheduler(model, schedule_of())
-    for _ in range(STEPS):  # as many as there are steps: all is well
+    for _ in range(STEPS):  # a warning would be an error
         scheduler.step()
-    with pytest.warns(
-        UserWarning, match=f"after the schedule's {STEPS} steps; the last bits are kept"
-    ):
+    message = f"after the schedule's {STEPS} steps; the last bits are kept"
+    with pytest.warns(UserWarning, match=message):
         scheduler.step()
     scheduler.step()
-    assert in_force(model) == [(8, 8)] * 3
+    assert active_bits(model) == [(8, 8)] * 3
     assert scheduler.get_last_bits() == [8]
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
-def run_from(model, schedule, steps, state=None):
-    """Train from a checkpoint or from the start; return the losses and the next checkpoint."""
-    scheduler = PrecisionScheduler(model, schedule)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["precision"])
-    losses = []
-    for seed in steps:
-        optimizer.zero_grad()
-        loss = model(pictures(seed)).square().mean()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-    parts = {"model": model, "optimizer": optimizer, "precision": scheduler}
-    return losses, {k: v.state_dict() for k, v in parts.items()}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "start"),
-    [
-        (lambda: schedule_of("ETH"), "zero"),
-        (lambda: {"0": StaticSchedule(4, STEPS), "*": schedule_of("ER")}, "corrected"),
-        (
-            lambda: FunctionSchedule(lambda u: 3 + 5 * u, total_steps=STEPS),
-            "corrected",
-        ),  # which continues by its table
-    ],
-)
-def test_scheduler_resumes_bit_for_bit(schedule, start, tmp_path):
-    config = QuantConfig(running_start=start, seed=3)
-    straight = quantize_(small(), config)
-    expected, _ = run_from(straight, schedule(), range(STEPS))
-
-    half = STEPS // 2
-    losses, state = run_from(quantize_(small(), config), schedule(), range(half))
-    torch.save(state, tmp_path / "state.pt")
-    resumed = quantize_(small(seed=1), config)  # everything comes from the checkpoint
-    more, _ = run_from(
-        resumed,
-        schedule(),
-        range(half, STEPS),
-        torch.load(tmp_path / "state.pt", weights_only=True),
-    )
-
-    assert losses + more == expected
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(straight.parameters(), resumed.parameters(), strict=True)
-    )
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(state_of(straight), state_of(resumed), strict=True)
-    )
-    with precision(straight.eval(), "q_max"), precision(resumed.eval(), "q_max"):
-        assert torch.equal(straight(pictures(99)), resumed(pictures(99)))
-
-
-def test_scheduler_error_shortens_long_schedules():
-    model, schedule = (
-        quantize_(small()),
-        FunctionSchedule(lambda u: 3 + round(1e4 * u) % 2, total_steps=10_001),
-    )
-    state, said = (
-        PrecisionScheduler(model, schedule).state_dict(),
-        r"schedules .* characters\), this scheduler .*'CR'",
-    )
-    with pytest.raises(ValueError, match=said) as found:
-        PrecisionScheduler(model, schedule_of()).load_state_dict(state)
-    assert len(str(found.value)) < 3_000
-
-
-@pytest.mark.parametrize(
-    ("schedule", "q_grad", "config", "message"),
-    [
-        (
-            schedule_of("LR"),
-            None,
-            None,
-            "the checkpoint has schedules .* this scheduler",
-        ),
-        (schedule_of("CR", total_steps=STEPS + 1), None, None, "schedules"),
-        ({"0": schedule_of("CR"), "*": schedule_of("CR")}, None, None, "schedules"),
-        (schedule_of("CR"), 6, None, "q_grad"),
-        (
-            schedule_of("CR"),
-            None,
-            QuantConfig(float32=("0",)),
-            "quantised layers differ from the model's: 0",
-        ),
-    ],
-)
-def test_scheduler_rejects_checkpoints_of_different_runs(
-    schedule, q_grad, config, message
-):
-    source = PrecisionScheduler(quantize_(small()), schedule_of("CR"))
-    source.step()
-    model = quantize_(small(), config)
-    scheduler = PrecisionScheduler(model, schedule, q_grad)
-    before = in_force(model)
-    refused(message, scheduler.load_state_dict, source.state_dict())
-    assert scheduler.last_step == 0
-    assert in_force(model) == before
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda state: state.update(last_step=-3),
-            "last_step must be a whole number of at least 0, got -3",
-        ),
-        (
-            lambda state: state["layers"]["0"].pop("noise_key"),
-            "of layer '0', which has",
-        ),
-        (
-            lambda state: state["layers"]["0"].update(other=torch.ones(3)),
-            "holds .*'other'.* of layer '0', which has",
-        ),
-    ],
-)
-def test_scheduler_rejects_damaged_state_unchanged(damage, message):
-    model = quantize_(small())
-    scheduler = PrecisionScheduler(model, schedule_of())
-    scheduler.step()
-    state, before = copy.deepcopy(scheduler.state_dict()), in_force(model)
-    damage(state)
-    with pytest.raises(ValueError, match=message):
-        scheduler.load_state_dict(state)
-    assert scheduler.last_step == 1
-    assert in_force(model) == before
 
 
 def test_scheduler_trains_model_converted_in_inference_mode():
@@ -281,20 +134,163 @@ def test_scheduler_trains_model_converted_in_inference_mode():
     scheduler.step()
 
 
+@pytest.mark.parametrize(("factor", "layers"), [(1.0, 0), (1e-8, 2)])
+def test_scheduler_warns_of_gradients_below_smallest_step(factor, layers):
+    """Warn once, at the first backward pass, of gradients below the smallest step."""
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    PrecisionScheduler(model, StaticSchedule(8, 9))
+
+    def backward_warnings():
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            (factor * model(torch.randn(6, 4)).square().mean()).backward()
+        return [str(w.message) for w in caught]
+
+    # a pass that only inspects the model; C++ has no such hook there
+    with reference(), precision(model, 8):
+        assert backward_warnings() == []
+    texts = backward_warnings()
+    assert len(texts) == layers
+    assert len(set(texts)) <= 1  # one text: Python shows it once
+    advice = "no grid has a step below 1e-08. Multiply the loss, and divide"
+    assert all(advice in text for text in texts)
+    assert backward_warnings() == []
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def train_from(model, schedule, steps, state=None):
+    """Train from a checkpoint or from the start; return the losses and the next checkpoint."""
+    scheduler = PrecisionScheduler(model, schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    parts = {"model": model, "optimizer": optimizer, "precision": scheduler}
+    for name, part in parts.items() if state else ():
+        part.load_state_dict(state[name])
+    losses = []
+    for seed in steps:
+        optimizer.zero_grad()
+        loss = model(pictures(seed)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses, {name: part.state_dict() for name, part in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "start"),
+    [
+        (schedule_of("ETH"), "zero"),
+        ({"0": StaticSchedule(4, STEPS), "*": schedule_of("ER")}, "corrected"),
+        # which continues by its table
+        (FunctionSchedule(lambda u: 3 + 5 * u, total_steps=STEPS), "corrected"),
+    ],
+)
+def test_scheduler_resumes_bit_for_bit(schedule, start, tmp_path):
+    config, half = QuantConfig(running_start=start, seed=3), STEPS // 2
+    straight = quantize_(small(), config)
+    expected, _ = train_from(straight, schedule, range(STEPS))
+    losses, state = train_from(quantize_(small(), config), schedule, range(half))
+    torch.save(state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = quantize_(small(seed=1), config)  # everything comes from the checkpoint
+    more, _ = train_from(resumed, schedule, range(half, STEPS), state)
+
+    assert losses + more == expected
+    assert identical(state_of(straight), state_of(resumed))
+    with precision(straight.eval(), "q_max"), precision(resumed.eval(), "q_max"):
+        assert torch.equal(straight(pictures(99)), resumed(pictures(99)))
+
+
+CR, NO_FIRST = schedule_of("CR"), QuantConfig(float32=("0",))
+LAST_STEP = "last_step must be a whole number of at least 0, got -3"
+NUMERICS_OF_STATE = "numerics must be a whole number of at least 1, got"
+UNKNOWN = "entries that this release does not know: 'noise'. It is of another release"
+
+
+def with_range(state, name):
+    """Return a state with another range of layer 0, or without its noise key."""
+    state = copy.deepcopy(state)
+    if name == "noise_key":
+        del state["layers"]["0"][name]
+    else:
+        state["layers"]["0"][name] = torch.ones(3)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("schedule", "q_grad", "config", "damage", "message"),
+    [
+        (schedule_of("LR"), None, None, {}, "the checkpoint has schedules .* this sch"),
+        (schedule_of(total_steps=STEPS + 1), None, None, {}, "schedules"),
+        ({"0": CR, "*": CR}, None, None, {}, "schedules"),
+        (CR, 6, None, {}, "q_grad"),
+        (CR, None, NO_FIRST, {}, "quantised layers differ from the model's: 0"),
+        (CR, None, None, {"last_step": -3}, LAST_STEP),
+        (CR, None, None, "noise_key", "of layer '0', which has"),
+        (CR, None, None, "other", "holds .*'other'.* of layer '0', which has"),
+        (CR, None, None, {"noise": torch.zeros(2)}, UNKNOWN),
+        (CR, None, None, {"epoch": 3, "amax": {}}, "does not know: 'amax', 'epoch'"),
+        (CR, None, None, {"numerics": "2"}, f"{NUMERICS_OF_STATE} '2'"),
+        (CR, None, None, {"numerics": 0}, f"{NUMERICS_OF_STATE} 0"),
+    ],
+)
+def test_scheduler_rejects_foreign_states_unchanged(
+    schedule, q_grad, config, damage, message
+):
+    source = PrecisionScheduler(quantize_(small()), CR)
+    for _ in range(3):
+        source.step()
+    state = source.state_dict()
+    state = with_range(state, damage) if isinstance(damage, str) else state | damage
+    model = quantize_(small(), config)
+    scheduler = PrecisionScheduler(model, schedule, q_grad)
+    scheduler.step()
+    bits = active_bits(model)
+    refused(message, scheduler.load_state_dict, state)
+    assert scheduler.last_step == 1
+    assert active_bits(model) == bits
+
+
+def test_scheduler_error_shortens_long_schedules():
+    long = FunctionSchedule(lambda u: 3 + round(1e4 * u) % 2, total_steps=10_001)
+    state = PrecisionScheduler(quantize_(small()), long).state_dict()
+    scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
+    message = r"schedules .* characters\), this scheduler .*'CR'"
+    with pytest.raises(ValueError, match=message) as error:
+        scheduler.load_state_dict(state)
+    assert len(str(error.value)) < 3_000
+
+
+def test_scheduler_warns_of_state_with_different_numerics():
+    scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
+    state = copy.deepcopy(scheduler.state_dict())
+    assert state.pop("numerics") == NUMERICS
+    scheduler.step()
+    scheduler.load_state_dict(state)  # as releases wrote it before states had a version
+    assert scheduler.last_step == 0
+    for other in (1, NUMERICS + 1):
+        message = f"the state is of numerics {other}, and this release has {NUMERICS}"
+        with pytest.warns(UserWarning, match=message):
+            scheduler.load_state_dict({**state, "numerics": other})
+
+
 def named(**parts):
     return nn.ModuleDict(parts)
 
 
+def compile_parts(model):
+    return named(**{n: named(_orig_mod=part) for n, part in model.named_children()})
+
+
 # Names of layers as DDP and ``torch.compile`` make them; for themselves: test_processes, test_compiled.
-WRAPPED = {
+WRAPPERS = {
     "bare": lambda m: m,
     "ddp": lambda m: named(module=m),
     "compiled": lambda m: named(_orig_mod=m),
     "ddp, compiled": lambda m: named(module=named(_orig_mod=m)),
     "compiled average of ddp": lambda m: named(_orig_mod=named(module=named(module=m))),
-    "a part compiled": lambda m: named(
-        **{name: named(_orig_mod=part) for name, part in m.named_children()}
-    ),
+    "a part compiled": compile_parts,
 }
 MODELS = {
     "layers": small,
@@ -303,37 +299,204 @@ MODELS = {
 }
 
 
-# What goes to the bare model and what comes from it: the names of the one are those of the other, so any fits any.
-PAIRS = [(way, "bare") for way in WRAPPED] + [
-    ("bare", way) for way in WRAPPED if way != "bare"
+# a model of one layer has no parts that are compiled by themselves
+CASES = [
+    (m, w) for m in MODELS for w in WRAPPERS if m != "one layer" or "part" not in w
 ]
 
 
+@pytest.mark.parametrize(("model", "wrapper"), CASES)
+def test_scheduler_state_is_independent_of_wrappers(model, wrapper):
+    """Load what a wrapped model saved into the bare model, and the other way round."""
+    for names in ((wrapper, "bare"), ("bare", wrapper)):
+        source, target = (WRAPPERS[n](quantize_(MODELS[model]())) for n in names)
+        layers = [list(layer_precisions(m).values()) for m in (source, target)]
+        for number, layer in enumerate(layers[0], start=1):
+            layer.running_input.fill_(number)
+        first, second = map(two_schedules, (source, target))
+        first.step()
+        second.load_state_dict(first.state_dict())
+        assert second.last_step == 1
+        ranges = [int(layer.running_input[0]) for layer in layers[1]]
+        assert ranges == list(range(1, len(ranges) + 1))
+
+
+def two_schedules(model):
+    first, *rest = layer_precisions(model)
+    schedules = {first: schedule_of("CR")}
+    return PrecisionScheduler(
+        model, schedules | {"*": schedule_of("LR")} if rest else schedules
+    )
+
+
+@pytest.mark.parametrize(("trained", "before"), [("aaa", ""), ("ab", "a"), ("ab", "")])
+def test_scheduler_state_covers_layers_not_yet_run(trained, before):
+    def run(model, *tasks):
+        for task in tasks:
+            model(torch.ones(4, 8), task).sum().backward()
+
+    def build():
+        parts = {"body": nn.Linear(8, 8), "a": nn.Linear(8, 2), "b": nn.Linear(8, 3)}
+        model = FunctionModule(lambda m, x, task: getattr(m, task)(m.body(x)), **parts)
+        return model, PrecisionScheduler(quantize_(model), schedule_of())
+
+    model, scheduler = build()
+    for task in trained:
+        run(model, task)
+        scheduler.step()
+    model, resumed = build()
+    run(model, *before)
+    resumed.load_state_dict(scheduler.state_dict())
+    assert resumed.last_step == len(trained)
+
+
+# --- followed optimizers; tests/integrations/test_hosts.py trains and resumes by them -------------
+
+
+def follower_of(schedule=None, follow=True):
+    """Return a model, an optimizer and the scheduler that follows it."""
+    model = quantize_(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    followed = optimizer if follow else None
+    scheduler = PrecisionScheduler(model, schedule or schedule_of(), optimizer=followed)
+    return model, optimizer, scheduler
+
+
+def take_steps(model, *optimizers, steps=1):
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            model(pictures(step)).square().mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scheduler_following_optimizer_counts_only_updates(fused):
+    """Count no step that a GradScaler leaves out; it calls the step of a fused optimizer."""
+    model = quantize_(small())
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    follower = PrecisionScheduler(model, schedule_of(), optimizer=optimizer)
+    for step in range(3):  # accumulated
+        model(pictures(step)).square().mean().backward()
+    assert follower.last_step == 0
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor, last_step in ((float("inf"), 1), (1.0, 2)):
+        optimizer.zero_grad()
+        scaler.scale(model(pictures()).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert follower.last_step == last_step
+
+
+def test_scheduler_replaces_earlier_follower_of_optimizer():
+    model, optimizer, first = follower_of()
+    second = PrecisionScheduler(model, schedule_of(), optimizer=optimizer)
+    take_steps(model, optimizer)
+    assert (first.last_step, second.last_step) == (0, 1)
+    assert optimizer.state_dict()[KEY]["last_step"] == 1
+
+
+def test_scheduler_newest_follower_sets_the_bits():
+    model, optimizer, first = follower_of()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = PrecisionScheduler(model, StaticSchedule(6, STEPS), optimizer=other)
+    for stepped in (optimizer, other, optimizer):
+        take_steps(model, stepped)
+        assert active_bits(model) == [(6, 6)] * 3
+    assert (first.follows, second.follows, second.last_step) == (False, True, 1)
+
+
+def test_scheduler_rejects_second_model_of_one_optimizer():
+    (encoder, *_), (decoder, _, own) = (follower_of(follow=False) for _ in range(2))
+    both = nn.ModuleList([encoder, decoder])
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    first = PrecisionScheduler(encoder, schedule_of(), optimizer=optimizer)
+    refused(
+        r"followed already.*PrecisionScheduler\(nn.ModuleList\(\[first, second\]\)",
+        lambda: PrecisionScheduler(decoder, schedule_of(), optimizer=optimizer),
+    )
+    owners = {p.owning_scheduler for p in layer_precisions(decoder).values()}
+    assert owners == {own}
+    take_steps(encoder, optimizer)
+    assert first.last_step == 1
+    of_both = PrecisionScheduler(both, schedule_of(), optimizer=optimizer)
+    assert (first.follows, of_both.follows) == (False, True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_scheduler_stops_following_after_restore():
+    """Allow quantising a restored model again with a new scheduler."""
+    model, optimizer, first = follower_of()
+    take_steps(model, optimizer, steps=3)
+    restore_(model)
+    take_steps(model, optimizer, steps=STEPS + 2)  # past the end of the schedule
+    assert first.last_step == 3
+    assert KEY not in optimizer.state_dict()
+    optimizer.load_state_dict({**optimizer.state_dict(), KEY: {}})  # of a former one
+    second = PrecisionScheduler(quantize_(model), schedule_of(), optimizer=optimizer)
+    take_steps(model, optimizer, steps=4)
+    assert (first.last_step, second.last_step) == (3, 4)
+    assert optimizer.state_dict()[KEY]["last_step"] == 4
+
+
 @pytest.mark.parametrize(
-    ("model", "source", "target"),
-    [
-        (m, *p)
-        for m in MODELS
-        for p in PAIRS
-        if not (m == "one layer" and "a part compiled" in p)
-    ],
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
-def test_scheduler_state_is_independent_of_wrappers(model, source, target):
-    schedulers = []
-    for wrapper in (source, target):
-        wrapped = WRAPPED[wrapper](quantize_(MODELS[model]()))
-        first, *rest = layer_precisions(wrapped)
-        patterns = {first: schedule_of("CR")} | (
-            {"*": schedule_of("LR")} if rest else {}
-        )
-        schedulers.append(PrecisionScheduler(wrapped, patterns))
-    theirs, mine = (list(scheduler._layers.values()) for scheduler in schedulers)
-    for number, layer in enumerate(theirs):
-        layer.running_input.fill_(number + 1)
-    schedulers[0].step()
-    schedulers[1].load_state_dict(schedulers[0].state_dict())
-    assert schedulers[1].last_step == 1
-    assert [layer.running_input[0] for layer in mine] == list(range(1, len(theirs) + 1))
+def test_scheduler_copy_follows_no_optimizer_and_warns(copied):
+    message = (
+        r"the copy of a PrecisionScheduler follows no optimizer: call its step\(\)"
+    )
+    with pytest.warns(UserWarning, match=message):
+        model, _, scheduler = copied(follower_of())
+    scheduler.step()
+    bits = schedule_of()(1)
+    assert repr(scheduler) == f"PrecisionScheduler(step 1 of {STEPS}, bits [{bits}])"
+    assert active_bits(model) == [(bits, 8)] * 3
+    copied(follower_of(follow=False))  # a warning would be an error here
+
+
+def test_scheduler_and_optimizer_are_garbage_collected():
+    model, optimizer, follower = follower_of()
+    reference_to_it = weakref.ref(follower)
+    del model, optimizer, follower
+    gc.collect()
+    assert reference_to_it() is None
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self):
+        """As timm's: without torch's constructor."""
+
+
+def test_scheduler_rejects_invalid_following():
+    """Reject silent errors: double steps, missing or different states, unsupported optimizers."""
+    model, optimizer, follower = follower_of()
+
+    def follow(optimizer):
+        return PrecisionScheduler(model, schedule_of(), optimizer=optimizer)
+
+    twice = r"every optimizer\.step\(\) calls step\(\) already"
+    refused(twice, follower.step, error=RuntimeError)
+    plain = copy.deepcopy(optimizer).state_dict()
+    message = "make it after load_state_dict; with torch"
+    refused(message, optimizer.load_state_dict, plain)
+    saved = optimizer.state_dict()
+    PrecisionScheduler(model, schedule_of("LR"), optimizer=optimizer)
+    refused("the checkpoint has schedules", optimizer.load_state_dict, saved)
+    for unsupported, message in (
+        ([], r"optimizer must be a torch\.optim\.Optimizer, got list"),
+        (Lookahead(), "Lookahead takes no hooks; give the optimizer inside of it"),
+    ):
+        refused(message, follow, unsupported, error=TypeError)
+
+    late = torch.optim.Adam(model.parameters())
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    late.step()
+    message = r"begins at step 0: to resume .* before optimizer\.load_state_dict"
+    refused(message, follow, late, error=UserWarning)
+    late.step()  # the error has left no hook
+    follow(torch.optim.Adagrad(model.parameters()))  # it is born with a state
 
 
 # --- the context manager --------------------------------------------------------------------------
@@ -347,37 +510,60 @@ def test_precision_block_restores_scheduler_bits(broken):
     try:
         with precision(model, 5, q_grad=2) as same:
             assert same is model
-            assert in_force(model) == [(5, 2)] * 3
+            assert active_bits(model) == [(5, 2)] * 3
             assert not torch.equal(model(pictures()), expected)
             with precision(model, "float"):
-                assert in_force(model) == [(None, None)] * 3
+                assert active_bits(model) == [(None, None)] * 3
                 with precision(model, "q_max", q_grad="float"):
-                    assert in_force(model) == [(8, None)] * 3
-            assert in_force(model) == [(5, 2)] * 3
+                    assert active_bits(model) == [(8, None)] * 3
+            assert active_bits(model) == [(5, 2)] * 3
             if broken:
                 raise KeyError("an error in the block")
     except KeyError:
         assert broken
-    assert in_force(model) == [(3, 7)] * 3
+    assert active_bits(model) == [(3, 7)] * 3
     assert torch.equal(model(pictures()), expected)
     scheduler.step()
-    assert scheduler.get_last_bits() == [in_force(model)[0][0]]
+    assert scheduler.get_last_bits() == [active_bits(model)[0][0]]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_precision_block_keeps_bits_while_training(follow):
+    model, optimizer, scheduler = follower_of(follow=follow)
+    bits_of_passes = []
+    model[0].register_forward_hook(
+        lambda *_: bits_of_passes.append(active_bits(model)[0])
+    )
+
+    def train(steps):
+        for _ in range(steps):
+            take_steps(model, optimizer)
+            if not follow:
+                scheduler.step()
+
+    with precision(model, 6, 7):
+        train(2)
+        with precision(model, "float"):
+            train(2)
+            twin = copy.deepcopy(model)
+        train(1)
+    train(1)
+    after = (schedule_of()(5), 8)
+    expected = [(6, 7)] * 2 + [(None, None)] * 2 + [(6, 7), after]
+    assert bits_of_passes[: len(expected)] == expected
+    assert active_bits(model) == [(schedule_of()(6), 8)] * 3
+    PrecisionScheduler(twin, schedule_of())
+    assert active_bits(twin) == [(3, 8)] * 3
 
 
 def test_precision_block_without_scheduler_leaves_no_bits():
     model = quantize_(small())
     with precision(model, 6):
-        assert in_force(model) == [(6, 6)] * 3
-    refused(
-        "no precision yet: make a PrecisionScheduler",
-        model,
-        pictures(),
-        error=RuntimeError,
-    )
-    with pytest.raises(
-        ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"
-    ):
-        precision(model, "q_max").__enter__()
+        assert active_bits(model) == [(6, 6)] * 3
+    message = "no precision yet: make a PrecisionScheduler"
+    refused(message, model, pictures(), error=RuntimeError)
+    message = "layer '0' has no q_max yet: make a PrecisionScheduler first"
+    refused(message, precision(model, "q_max").__enter__)
 
 
 @pytest.mark.parametrize(
@@ -387,136 +573,60 @@ def test_precision_block_without_scheduler_leaves_no_bits():
 def test_precision_rejects_invalid_bits(bits, more):
     model = quantize_(small())
     PrecisionScheduler(model, schedule_of())
-    for given in ({"bits": bits}, {"bits": 8, "q_grad": bits}):
-        with pytest.raises(ValueError, match=f"an integer from 1 to 32{more}, got"):
-            precision(model, **given).__enter__()
-    assert in_force(model) == [(3, 8)] * 3
+    for options in ({"bits": bits}, {"bits": 8, "q_grad": bits}):
+        block = precision(model, **options)
+        refused(f"an integer from 1 to 32{more}, got", block.__enter__)
+    assert active_bits(model) == [(3, 8)] * 3
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_precision_float_equals_unconverted_model(training, device):
+@pytest.mark.parametrize("bits", ["float", 24, 32])
+def test_precision_float_equals_unconverted_model(bits, training, device):
     plain, model = (small().to(device).train(training) for _ in range(2))
     PrecisionScheduler(quantize_(model), schedule_of())
     x = pictures().to(device)
-    for bits in ("float", 24, 32):
-        with precision(
-            model, bits, q_grad=None if bits == "float" else "float"
-        ):  # it switches gradients off, too
-            y = model(x)
-            y.square().sum().backward()
-        expected = plain(x)
-        expected.square().sum().backward()
-        torch.testing.assert_close(y, expected, rtol=0, atol=0)
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
-        model.zero_grad()
-        plain.zero_grad()
+    # "float" alone switches off the rounding of gradients, too
+    with precision(model, bits, q_grad=None if bits == "float" else "float"):
+        y = model(x)
+        y.square().sum().backward()
+    expected = plain(x)
+    expected.square().sum().backward()
+    gradients = [[p.grad for p in m.parameters()] for m in (model, plain)]
+    assert identical([y, *gradients[0]], [expected, *gradients[1]])
 
 
 # --- bits of evaluation ---------------------------------------------------------------------------
 
 
-def num_steps(model):
-    return {layer.active_levels for layer in layer_precisions(model).values()}
-
-
 def test_scheduler_eval_bits_apply_in_eval_mode():
-    model = quantize_(
-        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    ).eval()
+    def levels(model):
+        return {layer.active_levels for layer in layer_precisions(model).values()}
+
+    layers = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+    model = quantize_(nn.Sequential(*layers)).eval()
     schedule = TableSchedule(((3, 2), (6, 2)))
     scheduler = PrecisionScheduler(model, schedule, q_grad=5, eval_bits="q_max")
-    assert num_steps(model) == {(6, 6, 5, 5)}
+    assert levels(model) == {(6, 6, 5, 5)}
     model.train()
-    assert num_steps(model) == {(3, 3, 5, 5)}
+    assert levels(model) == {(3, 3, 5, 5)}
     scheduler.step()
     with precision(model, 2):
         model.eval()
-        assert num_steps(model) == {(2, 2, 5, 5)}
-    assert num_steps(model) == {(6, 6, 5, 5)}
+        assert levels(model) == {(2, 2, 5, 5)}
+    assert levels(model) == {(6, 6, 5, 5)}
     scheduler.eval_bits = 4
-    assert num_steps(model) == {(4, 4, 5, 5)}
+    assert levels(model) == {(4, 4, 5, 5)}
     scheduler.step()
-    assert num_steps(model) == {(4, 4, 5, 5)}
+    assert levels(model) == {(4, 4, 5, 5)}
     scheduler.eval_bits = "float"
-    assert num_steps(model) == {(None,) * 4}
+    assert levels(model) == {(None,) * 4}
     model[1].train()  # a part by itself
-    assert [layer.active_levels[0] for layer in layer_precisions(model).values()] == [
-        None,
-        6,
-    ]
-    with pytest.raises(
-        ValueError,
-        match="eval_bits: expected 'q_max', 'current', 'float' or an integer",
-    ):
-        scheduler.eval_bits = "max"
+    assert [p.bits for p in layer_precisions(model).values()] == [None, 6]
+    message = "eval_bits: expected 'q_max', 'current', 'float' or an integer"
+    refused(message, setattr, scheduler, "eval_bits", "max")
     scheduler.eval_bits = "current"
-    assert num_steps(model) == {(6, 6, 5, 5)}
-    both = copy.deepcopy((model, scheduler))
-    both[1].eval_bits = 7
-    both[0].eval()
-    assert (num_steps(both[0]), num_steps(model)) == ({(7, 7, 5, 5)}, {(6, 6, 5, 5)})
-
-
-# --- gradients that are too small for a grid ------------------------------------------------------
-
-
-@pytest.mark.parametrize(("factor", "layers"), [(1.0, 0), (1e-8, 2)])
-def test_scheduler_warns_of_gradients_below_smallest_step(factor, layers):
-    """Warn once, at the first backward pass, of gradients below the smallest step."""
-    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
-    PrecisionScheduler(model, StaticSchedule(8, 9))
-
-    def said():
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            (factor * model(torch.randn(6, 4)).square().mean()).backward()
-        return [str(w.message) for w in caught]
-
-    with (
-        reference(),
-        precision(model, 8),
-    ):  # as what looks at a model does; C++ has no such hook there
-        assert said() == []
-    first = said()
-    assert len(first) == layers
-    assert len(set(first)) <= 1  # one text: Python shows it once
-    assert all(
-        "no grid has a step below 1e-08. Multiply the loss, and divide" in text
-        for text in first
-    )
-    assert said() == []
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"noise": torch.zeros(2)},
-            "entries that this release does not know: 'noise'. It is of another release",
-        ),
-        ({"epoch": 3, "amax": {}}, "does not know: 'amax', 'epoch'"),
-        ({"numerics": "2"}, "numerics must be a whole number of at least 1, got '2'"),
-        ({"numerics": 0}, "numerics must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_scheduler_rejects_unknown_state_entries(change, message):
-    scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
-    state = copy.deepcopy(scheduler.state_dict())
-    scheduler.step()
-    refused(message, scheduler.load_state_dict, {**state, **change})
-    assert scheduler.last_step == 1
-
-
-def test_scheduler_warns_of_state_with_different_numerics():
-    scheduler = PrecisionScheduler(quantize_(small()), schedule_of())
-    state = copy.deepcopy(scheduler.state_dict())
-    assert state.pop("numerics") == NUMERICS
-    scheduler.step()
-    scheduler.load_state_dict(state)  # as releases wrote it before states had a version
-    assert scheduler.last_step == 0
-    for other in (1, NUMERICS + 1):
-        with pytest.warns(
-            UserWarning,
-            match=f"the state is of numerics {other}, and this release has {NUMERICS}",
-        ):
-            scheduler.load_state_dict({**state, "numerics": other})
+    assert levels(model) == {(6, 6, 5, 5)}
+    twin, its_scheduler = copy.deepcopy((model, scheduler))
+    its_scheduler.eval_bits = 7
+    twin.eval()
+    assert (levels(twin), levels(model)) == ({(7, 7, 5, 5)}, {(6, 6, 5, 5)})
