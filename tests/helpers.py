@@ -23,7 +23,7 @@ from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.registry import EXPERIMENTS, recipe
 from cpt_lab.experiments.schema import SCALES
-from cpt_lab.experiments.spec import run_spec
+from cpt_lab.experiments.spec import key_of, run_spec
 from cpt_lab.sweeps.forecast import total_bitops
 from cpt_lab.sweeps.result_row import ResultRow
 
@@ -383,3 +383,10 @@ def train_tracked_runs(folder):
         patch.setenv("CPT_RUNS_DIR", str(folder))
         assert CliRunner().invoke(app, TRACKED_RUNS).exit_code == 0
     return folder
+
+
+def named_row(name, value=1, status="ok", **fields):
+    """Return the smallest row that a store takes, of the run of a name."""
+    spec = {"name": name}
+    head = {"schema": 1, "key": key_of(spec), "spec": spec, "status": status}
+    return {**head, "value": value, **fields}
