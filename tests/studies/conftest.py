@@ -9,23 +9,21 @@ from cpt_lab.studies import tuned
 from cpt_lab.studies.h7 import arms
 from tests.studies.study_rows import rate_lines
 
+SOLVED = cache(arms.min_noise_schedule)  # the schedules stay the same
 
-@pytest.fixture(scope="module")
-def rated(tmp_path_factory):
+
+@pytest.fixture
+def rated(tmp_path, monkeypatch):
     """Return a function that gives a study six seeds and the rows that select its settings."""
-    folder = tmp_path_factory.mktemp("rates")
-    with pytest.MonkeyPatch.context() as patch:
 
-        def write(study, qualities):
-            for case, c in study.cases.items():
-                patch.setitem(study.cases, case, replace(c, seeds=6))
-            (folder / study.file).write_text("".join(rate_lines(study, qualities)))
-            return folder / study.file
+    def write(study, qualities):
+        for case, c in study.cases.items():
+            monkeypatch.setitem(study.cases, case, replace(c, seeds=6))
+        (tmp_path / study.file).write_text("".join(rate_lines(study, qualities)))
+        return tmp_path / study.file
 
-        patch.setattr(tuned, "results_dir", lambda: folder)
-        patch.setattr(
-            arms, "min_noise_schedule", cache(arms.min_noise_schedule)
-        )  # solved once: the schedules stay the same
-        tuned.held_out.cache_clear()
-        yield write
+    monkeypatch.setattr(tuned, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(arms, "min_noise_schedule", SOLVED)
+    tuned.held_out.cache_clear()
+    yield write
     tuned.held_out.cache_clear()

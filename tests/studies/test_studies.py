@@ -1,18 +1,29 @@
-"""Study folders: found by their names, with preregistered grids and stored rows."""
+"""Study folders, their grids and stored rows, arms of H1 and H5, and prices of arms."""
 
+import json
 import re
 import subprocess
 from functools import cache
 
+import numpy as np
 import pandas as pd
 import pytest
+from helpers import refused
+from scipy.stats import rankdata
 
+from bench import sensitivities
+from cpt_core.schedules import cost
 from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.run_table import load, table
 from cpt_lab.experiments import grids
 from cpt_lab.paths import ROOT, results_dir
+from cpt_lab.studies import prices
+from cpt_lab.studies.h1_to_h4 import arms as h1_arms
+from cpt_lab.studies.h5 import arms as h5_arms
+from cpt_lab.studies.h5.arms import CASES, allocated, stored_sensitivity
 from cpt_lab.studies.h7.arms import STUDY as H7
 from cpt_lab.studies.h10.arms import STUDY as H10
+from tests.studies.test_outcomes import sensitivity
 
 DOCUMENT = (ROOT / "docs/preregistration.md").read_text("utf-8")
 ASKED = [name for study in grids.studies("arms") for name in study.GRIDS]
@@ -34,6 +45,7 @@ def stored(name):
     return load(results_dir() / f"{name.replace('-', '_')}.jsonl", every_rate=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "study", sorted({name.split("/")[0] for name in grids.QUESTIONS})
 )
@@ -101,6 +113,7 @@ def test_study_preregistration_is_older_than_its_rows(store):
     assert begun.min() > pd.Timestamp(int(told.stdout.split()[-1]), unit="s", tz="UTC")
 
 
+@pytest.mark.slow
 def test_study_answers_are_inconclusive_without_runs():
     found = preregistered.all_answers(table([]))
     assert [
@@ -110,3 +123,128 @@ def test_study_answers_are_inconclusive_without_runs():
     assert {a.outcome for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
     for study in grids.studies("outcome"):
         assert not list(study.sections(table([])))
+
+
+# --- arms ------------------------------------------------------------------------------------------
+
+
+def test_grids_list_questions_after_paper_grids():
+    assert list(grids.find_grids()) == [*grids.GRIDS, *grids.QUESTIONS]
+    assert set(grids.find_grids("h4")) == {"h4/gradients", "h4/aggregation"}
+    assert {s.seed for s in grids.grid_specs("h1/characters", seeds=[3])} == {3}
+    with pytest.raises(
+        ValueError, match=r"no grid 'h9'; the nearest of \d+ are h7, h6, h5"
+    ):
+        grids.find_grids("h9")
+
+
+def test_h1_twelve_schedules_have_equal_cost():
+    """Use twelve schedules of equal cost with uncorrelated noise, low-bit share and date."""
+    schedules = h1_arms.equal_cost_schedules()
+    assert len(schedules) == 12
+    bits = np.array([s.bits() for s in schedules])
+    assert bits.shape == (12, 160)
+    assert {int(cost.step_cost(b, 8).sum()) for b in bits} == {round(0.55 * 192 * 160)}
+    assert (bits[:, -16:] == 8).all()
+    for half in (bits[:, :80], bits[:, 80:]):
+        assert (np.diff(half) >= 0).all()
+        assert (half[:, -8:] == 8).all()
+    noise = np.array([s.noise_exposure() for s in schedules])
+    assert (np.diff(noise) > 0).all()
+    assert noise[-1] / noise[0] > 3.4
+    share = (bits == 2).mean(1)
+    date = np.array([h1_arms.mean_noise_time(s) for s in schedules])
+    assert share.min() > 0
+    assert share.max() / share.min() > 10
+    assert np.ptp(date) > 0.3
+    x = np.array([np.log(noise), share, date])
+    for correlations in (np.corrcoef(x), np.corrcoef(rankdata(x, axis=1))):
+        assert np.abs(correlations[~np.eye(3, dtype=bool)]).max() < 0.2
+
+
+def test_h5_sensitivities_command_stores_input_of_schedules(tmp_path, monkeypatch):
+    """Measure with the case's recipe and bits, on unused seeds from 50 on; add a second case."""
+    calls = []
+
+    def measure(r, **given):
+        calls.append((r, given["base"], list(given["seeds"])))
+        return sensitivity(r.steps, given["base"])
+
+    for module in (h5_arms, sensitivities):
+        monkeypatch.setattr(module, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(sensitivities, "recipe_sensitivity", measure)
+    stored_sensitivity.cache_clear()
+    for case in ("facebook", "digits"):
+        monkeypatch.setattr("sys.argv", ["sensitivities", "--only", case])
+        sensitivities.main()
+    assert calls[0] == (CASES["facebook"].recipe, 3, list(range(50, 58)))
+    assert list(
+        json.loads((tmp_path / h5_arms.SENSITIVITY_FILE).read_text())["cases"]
+    ) == [
+        "digits",
+        "facebook",
+    ]
+    assert stored_sensitivity("digits") == sensitivity(600)
+    assert stored_sensitivity("facebook") == sensitivity(64, 3)
+    stored_sensitivity.cache_clear()
+
+
+def test_h5_arms_without_sensitivity_name_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(h5_arms, "results_dir", lambda: tmp_path)
+    stored_sensitivity.cache_clear()
+    refused("no sensitivity of 'digits'; measure it: ", allocated, "digits")
+    refused("unknown case 'mnist'", allocated, "mnist")
+
+
+# --- prices ----------------------------------------------------------------------------------------
+
+
+def by_hand(parts):
+    """Return shares of 8/8 by a * b, max(a, b)^2 and tensor-core rate; ``parts`` are (weight, forward, gradient)."""
+    functions = (
+        lambda a, b: a * b,
+        lambda a, b: max(a, b) ** 2,
+        lambda a, b: 0.5 if max(a, b) <= 4 else 1.0,
+    )
+    for price in functions:
+        spent = sum(share * (price(f, f) + 2 * price(f, g)) for share, f, g in parts)
+        yield spent / (3 * price(8, 8))
+
+
+ARMS = {
+    "4/4": [(1, 4, 4)],
+    "4/6": [(1, 4, 6)],
+    "5/4": [(1, 5, 4)],
+    "forward late": [(0.8, 4, 4), (0.2, 8, 4)],
+    "forward spread": [(0.8, 4, 4), (0.2, 8, 4)],
+    "gradients late": [(0.5, 4, 4), (0.5, 4, 8)],
+    "8/8": [(1, 8, 8)],
+}
+
+
+@pytest.mark.parametrize("case", ["digits", "digits-mx"])
+def test_prices_of_switches_equal_hand_computation(case):
+    found = prices.prices(H10, case).set_index("arm")
+    assert list(found.columns) == list(prices.PRICES)
+    for arm in set(ARMS) & set(found.index):
+        assert found.loc[arm].tolist() == pytest.approx(
+            list(by_hand(ARMS[arm])), abs=1e-3
+        ), arm
+    assert {"4/6", "forward late", "8/8"} <= set(found.index)
+
+
+def test_prices_disagree_on_cheaper_arm():
+    """Price static 4/6 above the late forward switch by two models, at equal cost by a * b."""
+    found = prices.prices(H10, "digits").set_index("arm")
+    late, static = found.loc["forward late"], found.loc["4/6"]
+    assert late[prices.BITOPS] == pytest.approx(static[prices.BITOPS])
+    assert static[prices.WIDER_OPERAND] > late[prices.WIDER_OPERAND] + 0.05
+    assert static[prices.TENSOR_CORES] > late[prices.TENSOR_CORES] + 0.2
+
+
+def test_price_table_selects_arms():
+    table = prices.price_table(H7, "digits", ["3/8", "4/5"])
+    assert table["arm"].tolist() == ["3/8", "4/5"]
+    assert table[prices.BITOPS].tolist() == ["0.297", "0.292"]
+    assert table[prices.WIDER_OPERAND].tolist() == ["0.714", "0.344"]
+    assert table[prices.TENSOR_CORES].tolist() == ["0.833", "0.833"]
