@@ -351,7 +351,8 @@ class PrecisionSearchResult:
         """Compare schedules with static precision of equal cost, in two sentences."""
         better = [d.arm.shape for d in schedules if d.verdict == "better than"]
         if better:
-            verdict = f"{' and '.join(better)} is clearly better"
+            verb = "is" if len(better) == 1 else "are"
+            verdict = f"{' and '.join(better)} {verb} clearly better"
         elif all(d.verdict == "worse than" for d in schedules):
             verdict = "schedules are clearly worse"
         else:
