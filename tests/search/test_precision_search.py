@@ -306,7 +306,9 @@ def test_try_precision_rejects_invalid_arguments(changes, message):
 
 def test_try_precision_rejects_identical_seeds():
     (model, train_step, *given), _ = problem()
-    message = r"seed 1 is the same training as one before; .* from number 8 on, or seeds"
+    message = (
+        r"seed 1 is the same training as one before; .* from number 8 on, or seeds"
+    )
     options = {**OPTIONS, "seeds": 3}
     repeat = lambda step: train_step(step % 8)  # noqa: E731
     refused(message, try_precision, model, repeat, *given, **options)

@@ -1,4 +1,4 @@
-"""Precision range test: its decision rule, its effects on the model, and its reports without an answer."""
+"""Precision range test: its decision rule on losses by hand, its effects on a model, and recipes."""
 
 import json
 import math
@@ -15,149 +15,114 @@ from cpt_core.schedules.make import make_schedule
 from cpt_extras.search.range_test import RangeTestWarning
 from cpt_extras.search.range_test_result import evaluate_range_test
 from cpt_lab.experiments.registry import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training.recipe_search import recipe_range_test
+from cpt_lab.training.session import quant_config
 from tests.search.test_restartable import problem
 from tests.search.test_restartable import range_test as run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::cpt_extras.search.range_test.RangeTestWarning"
 )
+NAN = math.nan
+CONTINUING = {"mode": "continuing", "threshold": 0.05}
+NOISY = {"seeds": 3, "noise": 0.1}
 
 
-# --- the rule, on losses by hand ------------------------------------------------------------------
-
-
-def judged(
-    *levels, bits=(2, 3, 8), start=3.0, mode="reset", threshold=0.8, seeds=1, noise=0.0
-):
-    """Judge seeds with a loss of ``start`` first and ``level`` (a number per precision) afterwards."""
+def judge(levels, start=3.0, mode="reset", threshold=0.8, seeds=1, noise=0.0):
+    """Judge seeds with the loss ``start`` first and a loss per precision afterwards; the first one has noise."""
     traces = []
     for s in range(seeds):
         shift = noise * (s - (seeds - 1) / 2)
-        traces.append(
-            [
-                [start, *[level + (shift if i == 0 else 0)] * 7]
-                for i, level in enumerate(levels)
-            ]
-        )
-    return evaluate_range_test(traces, bits, mode, threshold, 8, "by hand")
+        losses = [levels[0] + shift, *levels[1:]]
+        traces.append([[start, *[loss] * 7] for loss in losses])
+    return evaluate_range_test(traces, (2, 3, 8), mode, threshold, 8, "by hand")
 
 
-def test_range_test_shares_of_hand_computed_cases():
-    found = judged(2.0, 1.4, 1.0)
-    assert found.shares == (
-        (pytest.approx(0.5), pytest.approx(0.8), pytest.approx(1.0)),
-    )
-    assert found.q_min == 3  # 0.8 is enough
-    assert found.mean(2) == pytest.approx(0.5)
-    assert judged(2.0, 1.42, 1.0).q_min == 8
-    assert judged(1.3, 1.42, 1.0).q_min == 2  # the lowest that passes
-    assert judged(2.0, 1.4, 1.0, threshold=0.5).q_min == 2
+RULES = {  # name -> losses at 2, 3 and 8 bits, options, and the answer
+    "share_is_enough": ((2.0, 1.4, 1.0), {}, 3),
+    "share_is_too_small": ((2.0, 1.42, 1.0), {}, 8),
+    "lowest_that_passes": ((1.3, 1.42, 1.0), {}, 2),
+    "lower_threshold": ((2.0, 1.4, 1.0), {"threshold": 0.5}, 2),
+    "sure": ((2.0, 1.1, 1.0), NOISY, 3),
+    "doubtful_above": ((1.36, 1.1, 1.0), NOISY, 2),
+    "doubtful_below": ((1.44, 1.1, 1.0), NOISY, 3),
+    "loss_does_not_fall": ((3.0, 3.0, 3.0), {}, None),
+    "loss_rises": ((2.0, 2.0, 3.5), {}, None),
+    "diverges_at_q_max": ((2.0, 1.0, NAN), {}, None),
+    "diverges_at_low_bits": ((NAN, 1.2, 1.0), {}, 3),
+    "continuing": ((2.98, 2.4, 2.3), CONTINUING, 3),
+    "continuing_without_fall": ((2.99, 2.98, 2.97), CONTINUING, None),
+    "continuing_diverges": ((NAN, 2.0, 1.0), CONTINUING, None),
+    "continuing_below_0": ((-10.1, -11.0, -11.0), CONTINUING | {"start": -10.0}, 3),
+    "continuing_from_0": ((-1.0, -2.0, -3.0), CONTINUING | {"start": 0.0}, None),
+}
 
 
-def test_range_test_uses_second_half_of_dwell():
-    trace = [[3.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]]
-    found = evaluate_range_test([trace * 2], (2, 8), "reset", 0.8, 8, "")
-    assert found.losses == ((1.0, 1.0),)
-    assert found.q_min == 2
-
-
-def test_range_test_warns_of_uncertain_answer():
-    sure = judged(2.0, 1.1, 1.0, seeds=3, noise=0.1)
-    assert (sure.q_min, sure.warning) == (3, "")
-    for level, q_min in ((1.35, 2), (1.45, 3)):  # f(2) = 0.825 or 0.775, +- 0.05
-        doubtful = judged(level, 1.1, 1.0, seeds=3, noise=0.1)
-        assert doubtful.q_min == q_min
-        assert "f(2) = 0." in doubtful.warning
-        assert "within two standard deviations of the threshold 0.8" in doubtful.warning
-    assert "one seed" in judged(2.0, 1.1, 1.0).warning
-
-
-def test_range_test_has_no_answer_without_progress():
-    """Give no answer if the loss does not fall, or if training at q_max diverges."""
-    flat = judged(3.0, 3.0, 3.0)
-    assert flat.q_min is None
-    assert (
-        "training at 8 bits does not reduce the loss in 8 steps (from 3 to 3)"
-        in flat.reason
-    )
-    assert judged(2.0, 2.0, 3.5).q_min is None
-    diverged = judged(2.0, 1.0, math.nan)
-    assert diverged.q_min is None
-    assert "training diverges at 8 bits" in diverged.reason
-    assert "no answer" in str(diverged)
-    assert "diverged" in str(diverged)
-    json.loads(json.dumps(diverged.to_dict(), allow_nan=False))
-
-
-def test_range_test_rejects_diverging_precision():
-    found = judged(math.nan, 1.2, 1.0)
-    assert found.q_min == 3
-    assert math.isnan(found.mean(2))
-    assert "   2   diverged" in str(found)
-
-
-def test_range_test_ignores_noise_as_progress():
-    for swing, q_min in (
-        (0.2, None),
-        (0.05, 2),
-    ):  # a fall by 0.1, of which +- 0.12 and +- 0.03 are noise
-        trace = [3.0, *[2.9 + swing, 2.9 - swing] * 4][:8]
-        assert (
-            evaluate_range_test([[trace, trace]], (2, 8), "reset", 0.8, 8, "").q_min
-            == q_min
-        )
-
-
-def test_range_test_continuing_takes_first_falling_loss():
-    found = judged(2.98, 2.4, 2.3, mode="continuing", threshold=0.05)
-    assert found.q_min == 3
-    assert found.shares[0] == (
-        pytest.approx(0.02 / 3),
-        pytest.approx(0.58 / 3),
-        pytest.approx(0.1 / 3),
-    )
-    none = judged(2.99, 2.98, 2.97, mode="continuing", threshold=0.05)
-    assert none.q_min is None
-    assert "at no precision the loss falls" in none.reason
-    assert judged(math.nan, 2.0, 1.0, mode="continuing", threshold=0.05).q_min is None
-    assert (
-        judged(
-            -10.1, -11.0, -11.0, start=-10.0, mode="continuing", threshold=0.05
-        ).q_min
-        == 3
-    )
-    assert (
-        "the loss starts at 0"
-        in judged(-1.0, -2.0, -3.0, start=0.0, mode="continuing", threshold=0.05).reason
+@pytest.mark.parametrize("name", RULES)
+def test_range_test_rule(name, golden):
+    losses, options, q_min = RULES[name]
+    result = judge(losses, **options)
+    assert result.q_min == q_min
+    golden(f"range_test/{name}.txt", f"{result}\n")
+    assert json.dumps(result.to_dict(), allow_nan=False)
+    assert result.mean(2) == pytest.approx(
+        np.mean([row[0] for row in result.shares]), nan_ok=True
     )
 
 
-# --- a training loop of one's own -----------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("trace", "q_min"),
+    [
+        ([3.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0], 2),  # the second half counts
+        ([3.0, *[3.1, 2.7] * 4][:8], None),  # a fall by 0.1 in noise of +- 0.12
+        ([3.0, *[2.95, 2.85] * 4][:8], 2),  # in noise of +- 0.03
+    ],
+)
+def test_range_test_judges_second_half_beyond_noise(trace, q_min):
+    result = evaluate_range_test([[trace, trace]], (2, 8), "reset", 0.8, 8, "")
+    assert result.q_min == q_min
+    assert result.losses[0][0] == pytest.approx(np.mean(trace[4:]))
+
+
+@pytest.mark.slow
+def test_range_test_figure_shows_seeds_and_threshold():
+    result = judge((2.0, 1.3, 1.0), seeds=3, noise=0.2)
+    (ax,) = result.figure().axes
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    shares = [list(row[:2]) for row in result.shares]
+    assert [list(line.get_ydata()) for line in dots] == shares
+    assert any(list(line.get_ydata()) == [0.8, 0.8] for line in ax.lines)
+    assert any(list(line.get_xdata()) == [3, 3] for line in ax.lines)
+
+
+# --- a user's training loop -------------------------------------------------------------------------------------------
 
 
 def test_range_test_repeats_batches_and_initial_weights():
     model, train_step, optimizer, seen = problem(dropout=0.5)
-    first = []
+    initial = []
 
     def watched(step):
         if step % 8 == 0:
-            first.append(model[0].weight.detach().clone())
+            initial.append(model[0].weight.detach().clone())
         return train_step(step)
 
     run(model, watched, optimizer)
-    assert seen == [
-        *list(range(8)) * 3,
-        *list(range(8, 16)) * 3,
-    ]  # seed 1 takes the next batches
-    assert all(torch.equal(w, first[0]) for w in first)
-    same = run(
-        model, train_step, optimizer, bits=(8,), q_max=9, seeds=(0,)
-    )  # 8 and 9 bits: the same dropout masks
+    # the second seed takes the next batches
+    assert seen == [*list(range(8)) * 3, *list(range(8, 16)) * 3]
+    assert all(torch.equal(weight, initial[0]) for weight in initial)
+    # the same dropout masks at 8 and 9 bits
+    same = run(model, train_step, optimizer, bits=(8,), q_max=9, seeds=(0,))
     assert same.losses[0][0] == pytest.approx(same.losses[0][1], rel=0.05)
 
 
-def test_range_test_sets_bits_and_default_threshold():
+@pytest.mark.parametrize(
+    ("mode", "threshold", "numbers"),
+    [("reset", 0.8, [*range(8)] * 3), ("continuing", 0.05, [*range(24)])],
+)
+def test_range_test_sets_bits_and_default_threshold(mode, threshold, numbers):
     model, _, optimizer, _ = problem()
     steps, bits = [], []
 
@@ -167,99 +132,36 @@ def test_range_test_sets_bits_and_default_threshold():
         bits.append((layer.bits, layer.q_grad))
         return 1.0 / (1 + step)
 
-    for mode, threshold, numbers in (
-        ("reset", 0.8, [*range(8)] * 3),
-        ("continuing", 0.05, [*range(24)]),
-    ):
-        assert (
-            run(model, spy, optimizer, seeds=(0,), mode=mode).threshold == threshold
-        )  # that nobody chose
-        assert (steps, bits) == (numbers, [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8)
-        steps.clear(), bits.clear()
+    result = run(model, spy, optimizer, seeds=(0,), mode=mode)
+    assert result.threshold == threshold
+    assert steps == numbers
+    assert bits == [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8
 
 
 def test_range_test_stops_training_at_nan():
     model, train_step, optimizer, seen = problem()
 
     def diverges(step):
-        loss = train_step(step)
         bits = convert.layer_precisions(model)["0"].bits
-        return loss * math.nan if bits == 2 and step == 3 else loss
+        return train_step(step) * (NAN if (bits, step) == (2, 3) else 1)
 
-    found = run(model, diverges, optimizer, seeds=(0,))
+    result = run(model, diverges, optimizer, seeds=(0,))
     assert seen == [*range(4), *range(8), *range(8)]
-    assert math.isnan(found.losses[0][0])
-    assert found.q_min in (4, 8)
+    assert math.isnan(result.losses[0][0])
+    assert result.q_min in (4, 8)
 
 
 def test_range_test_warns_and_stores_warning():
     model, train_step, optimizer, _ = problem()  # of 16 batches
+    repeated = {"bits": (4, 2, 4, 8), "seeds": (0, 0)}  # which is one seed
     with pytest.warns(RangeTestWarning, match="one seed"):
-        found = run(
-            model, train_step, optimizer, bits=(4, 2, 4, 8), seeds=(0, 0)
-        )  # no second repetition
-    assert found.bits == (2, 4, 8)
-    assert "one seed" in found.warning
-    assert "warning: one seed" in str(found)
+        result = run(model, train_step, optimizer, **repeated)
+    assert result.bits == (2, 4, 8)
+    assert "one seed" in result.warning
+    assert "warning: one seed" in str(result)
     with pytest.warns(RangeTestWarning, match="all 2 seeds saw the same batches"):
-        found = run(model, train_step, optimizer, dwell=16)
-    assert found.losses[0] == found.losses[1]
-
-
-# --- recipes --------------------------------------------------------------------------------------
-
-
-def test_recipe_range_test_equals_manual_training():
-    """Compute f(3) of the digits network in a plain training loop with manually set bits."""
-    r = recipe("smoke", "digits")
-    found = recipe_range_test(r, bits=(3,), dwell=12, seeds=(4,))
-    from cpt_lab.experiments.spec import run_spec
-    from cpt_lab.tasks.image import ImageTask
-    from cpt_lab.training.session import quant_config
-
-    losses = {}
-    for q in (3, 8):
-        spec = run_spec(r, f"static {q}", q_max=8, seed=4)
-        torch.manual_seed(4)
-        task = ImageTask(spec, torch.device("cpu"))
-        model = convert.quantize_(task.build_model(), quant_config(r, 4))
-        optimizer, _ = task.optimizer(model)
-        PrecisionScheduler(
-            model, make_schedule("STATIC", q_max=q, total_steps=12), q_grad=8
-        )
-        losses[q] = []
-        for _, batch in zip(range(12), task.batches(0), strict=False):
-            model.train()
-            loss, _ = task.loss(model, batch, None)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), r.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[q].append(loss.item())
-    means = {q: np.mean(values[6:]) for q, values in losses.items()}
-    start = losses[8][0]
-    assert found.start == (pytest.approx(start),)
-    assert found.losses[0] == (pytest.approx(means[3]), pytest.approx(means[8]))
-    assert found.shares[0][0] == pytest.approx((start - means[3]) / (start - means[8]))
-
-
-def test_recipe_range_test_of_language_model():
-    found = recipe_range_test(recipe("smoke", "pydoc"), bits=(2,), dwell=8, seeds=(0,))
-    assert found.bits == (2, 8)
-    assert all(math.isfinite(x) for x in found.losses[0])
-    assert "LSTM" in found.title
-
-
-def test_range_test_figure_shows_seeds_and_threshold():
-    found = judged(2.0, 1.3, 1.0, seeds=3, noise=0.2)
-    (ax,) = found.figure().axes
-    dots = [line for line in ax.lines if line.get_marker() == "o"]
-    assert len(dots) == 3
-    assert [list(line.get_ydata()) for line in dots] == [
-        list(row[:2]) for row in found.shares
-    ]
-    assert any(list(line.get_ydata()) == [0.8, 0.8] for line in ax.lines)
-    assert any(list(line.get_xdata()) == [3, 3] for line in ax.lines)
+        result = run(model, train_step, optimizer, dwell=16)
+    assert result.losses[0] == result.losses[1]
 
 
 @pytest.mark.parametrize(
@@ -281,3 +183,43 @@ def test_range_test_rejects_invalid_arguments_before_training(changes, message):
     refused(message, run, model, train_step, optimizer, **changes)
     assert not seen
     assert type(model[0]) is nn.Linear
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_recipe_range_test_equals_manual_training():
+    """Compute f(3) of the digits network in a plain training loop with manually set bits."""
+    r = recipe("smoke", "digits")
+    result = recipe_range_test(r, bits=(3,), dwell=12, seeds=(4,))
+    losses = {3: [], 8: []}
+    for q in losses:
+        torch.manual_seed(4)
+        spec = run_spec(r, f"static {q}", q_max=8, seed=4)
+        task = ImageTask(spec, torch.device("cpu"))
+        model = convert.quantize_(task.build_model(), quant_config(r, 4))
+        optimizer, _ = task.optimizer(model)
+        schedule = make_schedule("STATIC", q_max=q, total_steps=12)
+        PrecisionScheduler(model, schedule, q_grad=8)
+        for _, batch in zip(range(12), task.batches(0), strict=False):
+            model.train()
+            loss, _ = task.loss(model, batch, None)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), r.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[q].append(loss.item())
+    start = losses[8][0]
+    low, high = (np.mean(losses[q][6:]) for q in (3, 8))
+    assert result.start == (pytest.approx(start),)
+    assert result.losses[0] == (pytest.approx(low), pytest.approx(high))
+    assert result.shares[0][0] == pytest.approx((start - low) / (start - high))
+
+
+@pytest.mark.slow
+def test_recipe_range_test_of_language_model():
+    result = recipe_range_test(recipe("smoke", "pydoc"), bits=(2,), dwell=4, seeds=(0,))
+    assert result.bits == (2, 8)
+    assert all(math.isfinite(x) for x in result.losses[0])
+    assert "LSTM" in result.title
