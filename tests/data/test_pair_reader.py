@@ -374,7 +374,9 @@ def pair_cases():
         ),
         "two training files": csv | {"train.tsv": b""},
         "no rows in a table": pair_files("csv", change=changes["no rows"]),
-        "labels of four in a table": pair_files("csv", change=changes["labels of four"]),
+        "labels of four in a table": pair_files(
+            "csv", change=changes["labels of four"]
+        ),
         "no test pairs": {k: file for k, file in csv.items() if "test" not in k},
     }
 
