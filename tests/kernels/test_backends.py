@@ -1,165 +1,186 @@
-"""Kernel backends against the reference, bit for bit: layouts, types, granularities, formats, gradients."""
+"""Rounding operators in C++ and Triton against plain torch, bit for bit."""
+
+from functools import partial
 
 import pytest
 import torch
-from helpers import EDGES, INF, NAN, identical, normal
+from helpers import INF, NAN, identical, normal, refused
+from kernels.samples import FORMAT_GRIDS, has_range, samples
 
-from cpt_core.quantization import rounding as reference
+from cpt_core.quantization import rounding
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import RANGE_FUNCTIONS
 from cpt_extras.formats.format import Format
 from cpt_extras.formats.ladder_rounding import on_level
 from cpt_extras.formats.quantizer import FormatQuantizer
-from cpt_extras.kernels import backend as backend_module
-from cpt_extras.kernels import grids, operators
+from cpt_extras.kernels import grids, integer_reference, operators
 
-
-def layouts(n):
-    """Return tensors in many memory layouts, with sizes that grow with ``n``."""
-    return {
-        "(n)": normal(77 * n * n),
-        "(n, f)": normal(7 * n, 23 * n),
-        "(n, l, f)": normal(3, 5, 11 * n),
-        "(n, c, h, w)": normal(2 * n, 3, 5, 7),
-        "channels_last": normal(2, 3 * n, 5, 7).contiguous(
-            memory_format=torch.channels_last
-        ),
-        "channels_last_3d": normal(2, 3 * n, 3, 2, 4).contiguous(
-            memory_format=torch.channels_last_3d
-        ),
-        "transposed": normal(7 * n, 20 * n).t(),
-        "queries": normal(2, 5, 3, 4 * n).transpose(1, 2),
-        "keys": normal(2, 5, 3, 4 * n).transpose(1, 2).transpose(2, 3),
-        "any order": normal(2, 3, 4, 2, 3 * n).permute(4, 0, 3, 1, 2),
-        "gaps": normal(6 * n, 24 * n)[:, ::3],
-        "repeated": normal(5, 1).expand(5, 9 * n),
-        "all the same": normal(1).expand(4, 3, 6 * n),
-        "offset": normal(9 * n, 13 * n)[4:],
-        "one": normal(1, 1, 1),
-        "0-d": normal(),
-    }
-
-
-def numbers(n):
-    """Return tensors of several types and with values that grids easily get wrong."""
-    return {
-        "float64": normal(4 * n, 30 * n).double(),
-        "bfloat16": normal(4 * n, 30 * n).bfloat16(),
-        "float16": normal(4 * n, 30 * n).half(),
-        "a NaN": normal(5, 20 * n).index_fill(1, torch.tensor([3]), NAN),
-        "a negative NaN": -normal(5, 20 * n).index_fill(1, torch.tensor([3]), NAN),
-        "a NaN in a row": normal(5, 20 * n).index_fill(0, torch.tensor([3]), NAN),
-        **EDGES,
-        "ties": torch.arange(16.0).view(2, 8),
-    }
-
-
-LAYOUTS = (
-    layouts(5)
-    | numbers(5)
-    | {"large": normal(700, 900), "float16, 4-d": normal(4, 6, 8, 10).half()}
+plain = torch.ops.cpt_reference
+AFFINE_GRIDS = [name + end for name in RANGE_FUNCTIONS for end in ("", "+zero")]
+# bits, noise key, whether values are clipped; a grid of 16 bits has ties among large numbers
+SETTINGS = (
+    (1, 7, True),
+    (4, None, True),
+    (4, 7, False),
+    (8, -7, True),
+    (16, None, False),
+    (16, 7, True),
 )
 
 
-def test_kernels_on_names_active_backend(monkeypatch):
-    def on(kind):
-        return backend_module.kernels_on(torch.device(kind))
-
-    monkeypatch.setattr(backend_module, "_active", None)
-    assert on("cpu") == "not loaded"
-    monkeypatch.setattr(
-        backend_module, "_active", backend_module.Backend("cpp", "triton", {})
-    )
-    monkeypatch.setattr(operators, "active", torch.ops.cpt)
-    assert (on("cpu"), on("cuda")) == ("cpp", "triton")
-    with backend_module.reference():
-        assert (on("cpu"), on("cuda")) == ("reference", "reference")
-        assert operators.active is torch.ops.cpt_reference
-    assert (on("cpu"), on("cuda")) == ("cpp", "triton")
+def num_steps(bits):
+    return torch.tensor(2.0**bits - 1)
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    [name + end for name in sorted(RANGE_FUNCTIONS) for end in ("", "+zero")],
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cpp_kernels_are_bit_identical(compiled, layout, granularity):
-    x, plain = LAYOUTS[layout], torch.ops.cpt_reference
-    if granularity.startswith("per_sample_mean") and x.dim() == 0:
-        pytest.skip("nothing to take the mean over")
-    assert identical(compiled.range(x, granularity), plain.range(x, granularity))
-    # among the large numbers of a grid of 16 bits there are ties
-    for bits, key, clip in (
-        (1, 7, True),
-        (4, None, True),
-        (4, 7, False),
-        (16, None, False),
-        (16, 7, True),
-    ):
-        levels, key = (
-            torch.tensor(2.0**bits - 1),
-            None if key is None else torch.tensor(key),
-        )
-        found, expected = (
-            ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain)
-        )
-        assert identical(found, expected)
-        assert (
-            found[0].stride() == expected[0].stride()
-        )  # what is computed with it takes the same path
-        args = x * 1.1 + 0.01, expected[1], expected[2], levels, key, clip
-        assert identical([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
+def as_key(key):
+    return None if key is None else torch.tensor(key)
 
 
-def test_identical_detects_one_wrong_bit():
-    x = torch.ones(3)
-    assert not identical([x], [torch.nextafter(x, torch.tensor(2.0))])
-    assert not identical([x.double()], [x])
-    assert not identical([torch.tensor([NAN])], [torch.tensor([7.0])])
+def check_rounding(kernels, x, grid, bits, key, clip):
+    """Check the operators of a backend that round a tensor, or the numbers around its range."""
+    steps, key, case = num_steps(bits), as_key(key), (grid, bits, key, clip)
+    low, width = plain.range(x, grid)
+    found = kernels.fake_quantize(x, steps, grid, key)
+    if kernels.name == "cpp" or not grid.startswith("per_sample_mean"):
+        expected = plain.fake_quantize(x, steps, grid, key)
+        assert identical(found, expected), case
+        assert identical(kernels.range(x, grid), (low, width)), case
+    else:  # a GPU orders the sum of a mean otherwise
+        torch.testing.assert_close(tuple(found[1:]), (low, width), equal_nan=True)
+        clips = rounding.clips(grid, key is not None)
+        expected = plain.round_in_range(x, *found[1:], steps, grid, key, clips)
+        assert identical(found[:1], [expected]), case
+    assert found[0].stride() == plain.fake_quantize(x, steps, grid, key)[0].stride()
+    around = x * 1.1 + 0.01, low, width, steps, key, clip
+    on_grid = kernels.round_to_grid(*around)
+    assert identical([on_grid], [plain.round_to_grid(*around)]), case
+    if bits <= 8:
+        codes, expected = kernels.encode(*around), integer_reference.encode(*around)
+        assert torch.equal(codes, expected), case
+        assert codes.stride() == expected.stride(), case
+
+
+@pytest.mark.parametrize("name", samples(1))
+def test_backends_round_every_sample_identically(kernels, name):
+    """Compare C++ on all grids, and Triton's slow interpreter on two of ten, in one setting each."""
+    x, first = samples(kernels.size)[name], list(samples(1)).index(name)
+    step = 1 if kernels.name == "cpp" else 5
+    for i in range(first % step, len(AFFINE_GRIDS), step):
+        settings = SETTINGS if kernels.name == "cpp" else [SETTINGS[(first + i) % 6]]
+        for setting in settings:
+            if has_range(x, AFFINE_GRIDS[i]):
+                check_rounding(kernels, x, AFFINE_GRIDS[i], *setting)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_backends_round_ties_identically(kernels, bits):
+    n = 2**bits - 1  # a grid of step 1
+    x = torch.cat([torch.arange(0.0, min(n, 40), 0.5), torch.tensor([n - 0.5, n])])
+    for key in (None, torch.tensor(bits)):
+        args = x, num_steps(bits), "per_tensor", key
+        assert identical(kernels.fake_quantize(*args), plain.fake_quantize(*args))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_cpp_kernels_ignore_thread_count(compiled, threaded, threads):
-    x, levels, key = normal(400, 900), torch.tensor(7.0), torch.tensor(3)
-    expected = torch.ops.cpt_reference.fake_quantize(x, levels, "per_tensor", key)
+def test_cpp_kernels_ignore_thread_count(cpp_kernels, threaded, threads):
+    x, steps, key = normal(400, 900), num_steps(3), torch.tensor(3)
     threaded(threads)
-    assert identical(compiled.fake_quantize(x, levels, "per_tensor", key), expected)
-    assert identical(
-        compiled.fake_quantize(x, levels, "per_row", None)[1:],
-        torch.ops.cpt_reference.range(x, "per_row"),
+    for grid in ("per_tensor", "per_row"):
+        expected = plain.fake_quantize(x, steps, grid, key)
+        assert identical(torch.ops.cpt.fake_quantize(x, steps, grid, key), expected)
+
+
+RANGES = [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-INF, INF), (-1e-3, 0.0)]
+
+
+@pytest.mark.parametrize("current", RANGES)
+def test_backends_track_running_ranges_identically(kernels, current):
+    current = torch.tensor(current)
+    running, expected = (torch.tensor([0.3, 1.7, 0.6]) for _ in range(2))
+    for _ in range(3):
+        kernels.track_(running, *current)
+        rounding.track(expected, *current)
+    assert torch.equal(running, expected)
+    stays = torch.equal(running, torch.tensor([0.3, 1.7, 0.6]))
+    assert stays == (not current.isfinite().all())
+
+
+def test_backends_accept_empty_tensors(kernels):
+    zero = torch.zeros(())
+    empty = torch.empty(0, 3)
+    rounded = kernels.round_to_grid(empty, zero, zero, zero, None, False)
+    assert rounded.shape == (0, 3)
+    found = kernels.fake_quantize(empty, zero, "per_row", None)
+    assert [t.shape for t in found] == [(0, 3), (0, 1), (0, 1)]
+    if kernels.name != "cpp":
+        message = r"shape \(0, 3\) has no range per_position: it is empty"
+        refused(message, kernels.range, empty, "per_position")
+
+
+def test_hash_noise_accepts_zero_elements():
+    assert rounding.hash_noise(torch.tensor(1), 0).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [torch.tensor(3.0, dtype=torch.float64), torch.ones(2)])
+def test_fake_quantize_rejects_invalid_arguments(cpp_kernels, bad):
+    quantize, x = torch.ops.cpt.fake_quantize, torch.ones(3)
+    message = "levels must be one float32"
+    refused(message, quantize, x, bad, "per_tensor", None, error=RuntimeError)
+    either = KeyError, RuntimeError
+    refused("rows", quantize, x, num_steps(2), "rows", None, error=either)
+
+
+# --- int8 ---------------------------------------------------------------------------------------
+
+ENCODED = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3),
+    "gaps": lambda x: x[:, :, ::2],
+    "repeated": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+}
+IMAGES = (2, 3, 5, 7), (3, 16, 16, 16), (1, 37, 9, 63), (2, 1, 4, 4), (4, 20, 1, 1)
+
+
+@pytest.mark.parametrize("layout", ENCODED)
+def test_encode_writes_channels_last(kernels, layout):
+    """Write equal codes in either layout, since the noise counts elements row by row."""
+    for shape in IMAGES if kernels.name == "cpp" else IMAGES[:1]:
+        x = ENCODED[layout](normal(*shape))
+        for granularity in ("per_tensor", "per_channel"):
+            low, width = plain.range(x, granularity)
+            for key in (None, torch.tensor(7)):
+                clipped = x, low, width * 0.9, num_steps(8), key, True
+                expected = plain.encode(*clipped)
+                codes = kernels.encode(*clipped, True)
+                assert codes.permute(0, 2, 3, 1).is_contiguous()
+                assert torch.equal(codes, expected)
+                assert torch.equal(plain.encode(*clipped, True), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "groups"), [(1, 1, 1), (37, 5, 1), (6, 300, 1), (70, 33, 5)]
+)
+def test_backends_dequantize_matmul_identically(kernels, rows, columns, groups):
+    generator = torch.Generator().manual_seed(0)
+    ints = partial(torch.randint, generator=generator, dtype=torch.int32)
+    product = ints(-(2**20), 2**20, (rows, columns))
+    row_codes, column_codes = (
+        ints(-128, 128, (2, rows)),
+        ints(-128, 128, (2, groups * columns)),
     )
-
-
-@pytest.mark.parametrize("now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-1e-3, 0.0)])
-def test_cpp_track_matches_reference(compiled, now):
-    found, expected = (torch.tensor([0.3, 1.7, 0.6]) for _ in range(2))
-    for _ in range(5):
-        compiled.track_(found, *map(torch.tensor, now))
-        torch.ops.cpt_reference.track_(expected, *map(torch.tensor, now))
+    tables = row_codes, normal(3, rows), column_codes, normal(4, groups * columns)
+    found, expected = product.clone(), product.clone()
+    kernels.affine_(found, *tables)
+    integer_reference.dequantize_matmul_(expected, *tables)
     assert torch.equal(found, expected)
-    assert (expected[0] == torch.tensor(0.3)) == (
-        not torch.tensor(now).isfinite().all()
-    )
+    assert not torch.equal(found, product)
 
 
-# --- grids of formats ------------------------------------------------------------------------------
+# --- number formats -----------------------------------------------------------------------------
 
-N = torch.tensor(15.0)
-GRIDS = [
-    "per_row|e4m3",
-    "per_tensor|e5m2",
-    "per_channel|symmetric4",
-    "per_position|log2_4",
-    "per_row|bf16",
-]
-GRIDS += [
-    "per_tensor|mxfp8_e4m3:partial=1",
-    "per_row|nvfp4:partial=1",
-    "per_sample_mean|e2m1",
-    "per_row|float32",
-]
-GRIDS += ["per_row|affine3:saturate=0", "per_row|e2m1", "per_channel|e2m1"]
-NAMES = [
+N = num_steps(4)
+FORMAT_SAMPLES = [
     "(n, l, f)",
     "(n, f)",
     "(n)",
@@ -173,84 +194,67 @@ NAMES = [
 ]
 
 
-def fits(layout, grid):
-    """Return whether a layout has the dimensions that a grid needs."""
-    return layout != "0-d" or not (
-        "partial" in grid or grid.startswith(("per_row", "per_sample_mean"))
-    )
-
-
-@pytest.mark.parametrize(
-    ("layout", "grid"), [(n, g) for n in NAMES for g in GRIDS if fits(n, g)]
-)
-def test_backends_round_formats_identically(cpp_kernels, layout, grid):
-    x = LAYOUTS[layout]
-    for key in (None, torch.tensor(7)):
+@pytest.mark.parametrize("grid", FORMAT_GRIDS)
+@pytest.mark.parametrize("key", [None, 7])
+def test_families_round_formats_identically(cpp_kernels, grid, key):
+    key, all_samples = as_key(key), samples(5)
+    for x in (all_samples[name] for name in FORMAT_SAMPLES):
+        if not has_range(x, grid):
+            continue
         expected = grids.fake_quantize(x, N, grid, key)
-        assert expected[0].dtype == x.dtype
-        assert expected[0].shape == x.shape
-        for ops in (torch.ops.cpt, torch.ops.cpt_reference):
-            found = ops.fake_quantize(x, N, grid, key)
-            assert identical(found, expected)
-            assert identical(found[1:], reference.range_of(x, grid.partition("|")[0]))
-            again = ops.round_in_range(x, *found[1:], N, grid, key, False)
-            assert identical([again], [expected[0]])
-    if x.dtype != torch.float32:
-        assert identical(
-            [expected[0]], [grids.fake_quantize(x.float(), N, grid, key)[0].to(x.dtype)]
-        )
+        assert (expected[0].dtype, expected[0].shape) == (x.dtype, x.shape)
+        low, width = rounding.range_of(x, grid.partition("|")[0])
+        for family in operators.FAMILIES:
+            ops = getattr(torch.ops, family)
+            assert identical(ops.fake_quantize(x, N, grid, key), expected)
+            again = ops.round_in_range(x, low, width, N, grid, key, False)
+            assert identical([again, low, width], expected)
+        if x.dtype != torch.float32:
+            in_float32 = grids.fake_quantize(x.float(), N, grid, key)[0]
+            assert identical([expected[0]], [in_float32.to(x.dtype)])
 
 
-def test_affine_grid_matches_levels():
-    x = normal(6, 9)
-    four = Format.affine(4)
-    assert FormatQuantizer("per_row", format=four).grid == "per_row"
-    assert (
-        on_level(Quantizer("per_row"), FormatQuantizer("per_tensor", format=four)).grid
-        == "per_tensor"
-    )
-    low, width = reference.range_of(x, "per_row")
-    expected = reference.round_to_grid(x, low, width, N, None, False), low, width
-    assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
-    assert identical(grids.fake_quantize(x, N, "per_row", None), expected)
-    stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
+def test_affine_format_has_grid_of_its_bits():
+    x, format = normal(6, 9), Format.affine(4)
+    level = FormatQuantizer("per_tensor", format=format)
+    assert FormatQuantizer("per_row", format=format).grid == "per_row"
+    assert on_level(Quantizer("per_row"), level).grid == "per_tensor"
+    expected = grids.fake_quantize(x, N, "per_row", None)
+    by_name = torch.ops.cpt.fake_quantize(x, num_steps(1), "per_row|affine4", None)
     assert identical(
-        [stored], [operators.active.round_to_grid(x, *expected[1:], N, None, True)]
-    )
-    named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4", None)
-    assert identical(named, expected)  # its own n
+        by_name, expected
+    )  # the format's number of steps, not the tensor's
+    stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
+    on_grid = operators.active.round_to_grid(x, *expected[1:], N, None, True)
+    assert identical([stored], [on_grid])
+
+
+# --- gradients ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", operators.FAMILIES)
-@pytest.mark.parametrize("key", [None, torch.tensor(4)])
+@pytest.mark.parametrize("key", [None, 4])
 def test_fake_quantize_passes_gradients_unchanged(cpp_kernels, family, key):
-    ops = getattr(torch.ops, family)
-    x, g = normal(4, 6, 8).requires_grad_(), normal(4, 6, 8) * 3
-    for grid in ("per_row", *GRIDS):
+    ops, key = getattr(torch.ops, family), as_key(key)
+    x, gradient = normal(4, 6, 8).requires_grad_(), normal(4, 6, 8) * 3
+    for grid in ("per_row", *FORMAT_GRIDS):
         y, low, width = ops.fake_quantize(x, N, grid, key)
         assert not low.requires_grad
         assert not width.requires_grad
-        results = [y, ops.round_in_range(x, low / 4, width / 4, N, grid, key, True)]
-        results += (
-            [] if "|" in grid else [ops.round_to_grid(x, low, width, N, key, True)]
-        )
-        for result in results:
-            assert torch.equal(
-                torch.autograd.grad(result, x, g, retain_graph=True)[0], g
-            )
+        outputs = [y, ops.round_in_range(x, low / 4, width / 4, N, grid, key, True)]
+        if "|" not in grid:
+            outputs.append(ops.round_to_grid(x, low, width, N, key, True))
+        for output in outputs:
+            assert torch.equal(torch.autograd.grad(output, x, gradient)[0], gradient)
         assert not ops.encode(x, low, width, N, key, True).requires_grad
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_quantize_gradient_rounds_to_formats(cpp_kernels, rounding):
+@pytest.mark.parametrize("key", [None, 5])
+def test_quantize_gradient_rounds_to_formats(cpp_kernels, key):
     """Round gradients to formats through the C++ node, which does not implement formats."""
-    y, g = normal(6, 8).requires_grad_(), normal(6, 8)
-    key = torch.tensor(5) if rounding == "stochastic" else None
-    expected = grids.fake_quantize(g, N, "per_row|e5m2", key)[0]
-    torch.ops.cpt.quantize_gradient(y * 1, N, key, "per_row|e5m2").backward(g.clone())
+    y, gradient, key = normal(6, 8).requires_grad_(), normal(6, 8), as_key(key)
+    grid = "per_row|e5m2"
+    expected = grids.fake_quantize(gradient, N, grid, key)[0]
+    torch.ops.cpt.quantize_gradient(y * 1, N, key, grid).backward(gradient.clone())
     assert torch.equal(y.grad, expected)
     assert key is None or int(key) == 6
-
-
-def test_hash_noise_accepts_zero_elements():
-    assert reference.hash_noise(torch.tensor(1), 0).shape == (0,)
