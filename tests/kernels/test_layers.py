@@ -1,6 +1,7 @@
 """Layers fused into one C++ operator, against the plain path: equal bits, and fallback."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -27,70 +28,64 @@ class Attention(nn.Module):
 
     def forward(self, x):
         rows = x.flatten(0, 1)
-        projected = (
-            rows @ self.weight
-            if self.bias is None
-            else torch.addmm(self.bias, rows, self.weight)
-        )
+        if self.bias is None:
+            projected = rows @ self.weight
+        else:
+            projected = torch.addmm(self.bias, rows, self.weight)
         q = projected.view(x.shape)
-        return (
-            nn.functional.scaled_dot_product_attention(q, x, x)
-            + (q @ x.mT / 3).softmax(-1) @ q
-        )
+        scores = (q @ x.mT / 3).softmax(-1)
+        return nn.functional.scaled_dot_product_attention(q, x, x) + scores @ q
 
 
+LINEAR, CONV = partial(nn.Linear, 6, 5), partial(nn.Conv2d, 4, 6, 3)
+ALL_OPTIONS = {"stride": 2, "padding": (1, 2), "dilation": (1, 2), "groups": 2}
 LAYERS = {
     "attention": (Attention, (3, 4, 6)),
-    "linear": (lambda bias: nn.Linear(6, 5, bias=bias), (7, 6)),
-    "linear of sequences": (lambda bias: nn.Linear(6, 5, bias=bias), (3, 4, 6)),
-    "linear of a vector": (lambda bias: nn.Linear(6, 5, bias=bias), (6,)),
-    "conv2d": (lambda bias: nn.Conv2d(4, 6, 3, bias=bias), (3, 4, 7, 6)),
-    "conv2d with all": (
-        lambda bias: nn.Conv2d(
-            4, 6, (3, 2), stride=2, padding=(1, 2), dilation=(1, 2), groups=2, bias=bias
-        ),
-        (3, 4, 7, 6),
-    ),
-    "conv2d without batch": (lambda bias: nn.Conv2d(4, 6, 3, bias=bias), (4, 7, 6)),
+    "linear": (LINEAR, (7, 6)),
+    "linear of sequences": (LINEAR, (3, 4, 6)),
+    "linear of a vector": (LINEAR, (6,)),
+    "conv2d": (CONV, (3, 4, 7, 6)),
+    "conv2d with all": (partial(nn.Conv2d, 4, 6, (3, 2), **ALL_OPTIONS), (3, 4, 7, 6)),
+    "conv2d without batch": (CONV, (4, 7, 6)),
     "conv2d reflecting": (
-        lambda bias: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", bias=bias),
+        partial(CONV, padding=1, padding_mode="reflect"),
         (3, 4, 7, 6),
     ),
-    "conv2d same": (
-        lambda bias: nn.Conv2d(4, 6, 3, padding="same", bias=bias),
-        (3, 4, 7, 6),
-    ),
+    "conv2d same": (partial(CONV, padding="same"), (3, 4, 7, 6)),
 }
+TYPICAL_LAYERS = "linear", "conv2d", "attention"
+
+
+def with_quantizers(quantizer, *roles):
+    return QuantConfig(quantizers=QUANTIZERS | dict.fromkeys(roles, quantizer))
+
+
 POSITIONS = {
-    k: Quantizer("per_position", q.rounding)
-    for k, q in QUANTIZERS.items()
-    if k.endswith("_grad")
+    role: Quantizer("per_position", quantizer.rounding)
+    for role, quantizer in QUANTIZERS.items()
+    if role.endswith("_grad")
 }
-RUNNING_WEIGHTS = {
-    k: Quantizer("per_tensor", running=True) for k in ("linear_weight", "conv_weight")
-}
-SAMPLE_MEANS = {k: Quantizer("per_sample_mean") for k in ("linear_input", "conv_input")}
+RUNNING = Quantizer("per_tensor", running=True)
+SAMPLE_MEAN = Quantizer("per_sample_mean")
 CONFIGS = {
     "authors": QuantConfig(seed=3),
     "nearest": QuantConfig().with_gradient_rounding("nearest"),
     "shared steps": QuantConfig(running_start="zero").with_shared_steps(),
-    "positions": QuantConfig(quantizers={**QUANTIZERS, **POSITIONS}),
-    "running weights": QuantConfig(quantizers={**QUANTIZERS, **RUNNING_WEIGHTS}),
-    "sample means": QuantConfig(quantizers={**QUANTIZERS, **SAMPLE_MEANS}),
+    "positions": QuantConfig(quantizers=QUANTIZERS | POSITIONS),
+    "running weights": with_quantizers(RUNNING, "linear_weight", "conv_weight"),
+    "sample means": with_quantizers(SAMPLE_MEAN, "linear_input", "conv_input"),
 }
-
-
-EXECUTED = [("simulated", name) for name in ("linear", "conv2d", "matmul")]
+EXECUTORS = [("simulated", name) for name in ("linear", "conv2d", "matmul")]
 
 
 @contextmanager
 def plain_path():
     """Disable fused layers inside a block."""
-    fused = {key: OP_EXECUTORS.pop(key) for key in EXECUTED}
+    fused_executors = {key: OP_EXECUTORS.pop(key) for key in EXECUTORS}
     try:
         yield
     finally:
-        OP_EXECUTORS.update(fused)
+        OP_EXECUTORS.update(fused_executors)
 
 
 @pytest.fixture
@@ -98,55 +93,60 @@ def fused(monkeypatch):
     """Return a list that collects the results of fused layers."""
     results = []
 
-    def recording(executor):
-        def run(*args):
-            y = executor(*args)
-            if y is not None:
-                results.append(y)
-            return y
+    def record(executor, *args):
+        y = executor(*args)
+        if y is not None:
+            results.append(y)
+        return y
 
-        return run
-
-    for key in EXECUTED:
-        monkeypatch.setitem(OP_EXECUTORS, key, recording(OP_EXECUTORS[key]))
+    for key in EXECUTORS:
+        monkeypatch.setitem(OP_EXECUTORS, key, partial(record, OP_EXECUTORS[key]))
     return results
 
 
-def trained(make, shape, config, needs=(True, True, True), bits=(4, 6), use=None):
-    """Return outputs and gradients of three steps, and the running ranges of the layer."""
+def plainly(layer, x):
+    return layer(x)
+
+
+def train(make, shape, config, needs, bits, use):
+    """Return outputs and gradients of three steps, and the running ranges of the layer.
+
+    Args:
+        make: function that returns a layer.
+        shape: shape of its input.
+        config: how to quantise it.
+        needs: whether input, weight and bias require gradients.
+        bits: bits of operands and gradients.
+        use: function that calls the layer.
+    """
     torch.manual_seed(0)
-    layer = quantize_(nn.Sequential(make), config)
-    parameters = list(layer.parameters())
-    for parameter, need in zip(parameters, needs[1:], strict=False):
-        parameter.requires_grad_(need)
-    x = torch.randn(shape).requires_grad_(needs[0])
-    held = [t for t in (x, *parameters) if t.requires_grad]
-    found = []
+    layer = quantize_(nn.Sequential(make()), config)
+    leaves = [torch.randn(shape), *layer.parameters()]
+    for leaf, needs_gradient in zip(leaves, needs, strict=False):
+        leaf.requires_grad_(needs_gradient)
+    results = []
     with precision(layer, *bits):
         for _ in range(3):
-            y = layer(x) if use is None else use(layer, x)
-            found.append(y.detach())
+            y = use(layer, leaves[0])
+            results.append(y.detach())
             if y.requires_grad:
                 weights = torch.linspace(-1, 2, y.numel()).view(y.shape)
                 (y.square() * weights).sum().backward()
-                found += [t.grad for t in held]
-                x.grad = None
+                results += [t.grad for t in leaves if t.requires_grad]
+                leaves[0].grad = None
                 layer.zero_grad()
-    return found + [
-        v for p in layer_precisions(layer).values() for v in p.get_running().values()
-    ]
+    states = [p.get_running() for p in layer_precisions(layer).values()]
+    return results + [value for state in states for value in state.values()]
 
 
-def equal(make, *args, **kwargs):
-    """Return whether the layer of ``make`` trains alike on the plain path."""
-    torch.manual_seed(1)
-    ours = trained(make(), *args, **kwargs)
-    torch.manual_seed(1)
+def check_layer(make, shape, config=None, needs=(True,) * 3, bits=(4, 6), use=plainly):
+    """Check that a layer trains alike on the plain path."""
+    args = make, shape, config or QuantConfig(), needs, bits, use
+    results = train(*args)
     with plain_path():
-        plain = trained(make(), *args, **kwargs)
-    return len(ours) == len(plain) and all(
-        torch.equal(a, b) for a, b in zip(ours, plain, strict=True)
-    )
+        expected = train(*args)
+    for found, plain in zip(results, expected, strict=True):
+        assert torch.equal(found, plain)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -154,11 +154,10 @@ def equal(make, *args, **kwargs):
 @pytest.mark.parametrize("bias", [True, False])
 def test_fused_layers_match_plain_path(name, config, bias, fused):
     make, shape = LAYERS[name]
-    assert equal(lambda: make(bias), shape, CONFIGS[config])
-    assert (not fused) == (
-        name == "conv2d same"
-        or (name != "attention" and config in ("running weights", "sample means"))
-    )
+    check_layer(partial(make, bias=bias), shape, CONFIGS[config])
+    has_other_ranges = config in ("running weights", "sample means")
+    is_plain = name == "conv2d same" or (has_other_ranges and name != "attention")
+    assert bool(fused) != is_plain
 
 
 @pytest.mark.parametrize(
@@ -166,11 +165,11 @@ def test_fused_layers_match_plain_path(name, config, bias, fused):
     [(False, True, True), (True, False, False), (True, True, False), (False,) * 3],
 )
 @pytest.mark.parametrize("bits", [(4, 6), (4, None), (32, 6), (2, 32)])
-@pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
+@pytest.mark.parametrize("name", TYPICAL_LAYERS)
 def test_fused_layers_match_for_needed_gradients(name, bits, needs, fused):
     make, shape = LAYERS[name]
-    assert equal(lambda: make(True), shape, QuantConfig(), needs, bits)
-    assert (not fused) == (bits[0] == 32)
+    check_layer(partial(make, bias=True), shape, needs=needs, bits=bits)
+    assert bool(fused) == (bits[0] != 32)
 
 
 def checkpointed(layer, x):
@@ -181,11 +180,11 @@ def checkpointed_reentrantly(layer, x):
     return checkpoint(layer, x, use_reentrant=True)
 
 
-def channels_last(layer, x):
-    return layer(x.contiguous(memory_format=torch.channels_last))
+def on_channels_last(layer, x):
+    return layer(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
 
 
-def with_gaps(layer, x):
+def on_gaps(layer, x):
     return layer(torch.stack([x, x], -1)[..., 0])
 
 
@@ -194,7 +193,7 @@ def without_gradient(layer, x):
         return layer(x)
 
 
-def for_inference(layer, x):
+def in_inference_mode(layer, x):
     with torch.inference_mode():
         return layer(x).clone()
 
@@ -224,23 +223,23 @@ def shared(layer, x):
     return layer(x).sum() + layer(x * 2).sum()
 
 
-def written_to(layer, x):
+def changed_in_place(layer, x):
     return layer(x).mul_(2).relu_()
 
 
-def viewed_and_written_to(layer, x):
+def changed_by_view(layer, x):
     y = layer(x)
     y[..., :2].mul_(3)
     return y
 
 
-def watched(layer, x):
-    y, seen = layer(x), []
-    y.register_hook(lambda gradient: seen.append(gradient.clone()))
+def with_hooks(layer, x):
+    y, gradients = layer(x), []
+    y.register_hook(lambda gradient: gradients.append(gradient.clone()))
     y.retain_grad()
     (y * 3).sum().backward(retain_graph=True)
     x.grad = None
-    return y + sum(seen) + y.grad
+    return y + sum(gradients) + y.grad
 
 
 def differentiated_by_output(layer, x):
@@ -255,50 +254,46 @@ def with_two_backward_passes(layer, x):
     return y
 
 
-def of_half_numbers(layer, x):
+def on_half_precision(layer, x):
     return layer(x.half()).float()
 
 
 USES = [
-    written_to,
-    viewed_and_written_to,
-    watched,
-    differentiated_by_output,
-    with_two_backward_passes,
-    of_half_numbers,
     checkpointed,
     checkpointed_reentrantly,
-    channels_last,
-    with_gaps,
+    on_channels_last,
+    on_gaps,
     without_gradient,
-    for_inference,
+    in_inference_mode,
     differentiated_twice,
     under_autocast,
     counted,
     evaluated,
     shared,
+    changed_in_place,
+    changed_by_view,
+    with_hooks,
+    differentiated_by_output,
+    with_two_backward_passes,
+    on_half_precision,
 ]
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
 @pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", [*TYPICAL_LAYERS, "linear of sequences"])
 def test_fused_layers_match_for_every_use(name, use, fused):
-    make, shape = LAYERS[
-        "linear of sequences" if name == "linear" and use is with_gaps else name
-    ]
-    if use is channels_last and name != "conv2d":
-        pytest.skip("pictures only")
-    assert equal(lambda: make(True), shape, QuantConfig(), use=use)
-    assert (not fused) == (use in (evaluated, counted))
+    make, shape = LAYERS[name]
+    check_layer(partial(make, bias=True), shape, use=use)
+    assert bool(fused) != (use in (evaluated, counted))
 
 
 def test_observer_receives_every_operand(fused):
-    layer, seen = quantize_(nn.Sequential(nn.Linear(6, 5))), []
-    layer[0].precision.observer = lambda role, x, rows: seen.append(role)
+    layer, roles = quantize_(nn.Sequential(nn.Linear(6, 5))), []
+    layer[0].precision.observer = lambda role, x, rows: roles.append(role)
     with precision(layer, 4, 6):
         layer(torch.randn(7, 6, requires_grad=True)).sum().backward()
-    assert seen == ["bias", "input", "weight", "grad"]
+    assert roles == ["bias", "input", "weight", "grad"]
     assert not fused
 
 
@@ -313,8 +308,6 @@ def test_fused_layers_wait_for_first_gradient(fused):
     """Take the plain path in a scheduled layer until a gradient has arrived."""
     layer = quantize_(nn.Sequential(nn.Linear(6, 5)))
     layer[0].precision.set_bits(4, 6)
-    counts = []
-    for _ in range(3):
+    for expected in range(3):
         layer(torch.randn(7, 6)).sum().backward()
-        counts.append(len(fused))
-    assert counts == [0, 1, 2]
+        assert len(fused) == expected
