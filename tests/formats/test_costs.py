@@ -18,43 +18,49 @@ from cpt_extras.search.solved_schedules import DelayedSchedule
 from cpt_extras.search.solver import solve_schedule
 
 LADDER = LADDERS["minifloat"]
+CYCLE = TableSchedule(((4, 3), (8, 1)))
+CR = quietly(make, "CR", q_min=4, total_steps=800)
+CR_FROM_3 = quietly(make, "CR", total_steps=800)
 
+# exponents of the energy by size, through both points of the table
 FLOATS = np.log(3.7 / 1.1) / np.log(576 / 121)
-# bits of both; their product; full adders; bytes of two elements in and one float32 out; picojoules
-BY_HAND = {
-    ("affine8", "affine8"): (64, 64 + 32, 1 + 1 + 4, 0.2 + 0.1),
-    ("affine4", "affine8"): (
-        32,
-        32 + 32,
-        0.5 + 1 + 4,
-        0.2 * 0.5 ** (np.log(15.5) / np.log(16)) + 0.1,
-    ),
-    ("float32", "float32"): (1024, 24 * 24 + 8 + 32, 12, 3.7 + 0.9),
-    ("fp16", "fp16"): (256, 11 * 11 + 5 + 32, 8, 1.1 + 0.9),
-    ("e4m3", "e5m2"): (64, 4 * 3 + 5 + 32, 6, 1.1 * (12 / 121) ** FLOATS + 0.9),
-    # 8 bits of scale for 32 elements and for 16
-    ("mxfp4", "nvfp4"): (
-        16,
-        2 * 2 + 2 + 32,
-        4.25 / 8 + 4.5 / 8 + 4,
-        1.1 * (4 / 121) ** FLOATS + 0.9,
-    ),
-    ("mxint8", "symmetric8"): (64, 64 + 32, 8.25 / 8 + 1 + 4, 0.3),
-    ("log2_4", "affine4"): (16, 4 + 3 + 32, 5, 1.1 * (4 / 121) ** FLOATS + 0.9),
-}
+INTEGERS = np.log(15.5) / np.log(16)
 
 
-@pytest.mark.parametrize("pair", BY_HAND, ids="-".join)
-def test_costs_match_hand_values(pair):
-    a, b = map(Format.of, pair)
-    bits, adders, moved, energy = BY_HAND[pair]
+@pytest.mark.parametrize(
+    # bits of both; full adders; bytes of two elements in and one float32 out; picojoules
+    ("a", "b", "bits", "adders", "traffic", "energy"),
+    [
+        ("affine8", "affine8", 64, 64 + 32, 1 + 1 + 4, 0.2 + 0.1),
+        ("affine4", "affine8", 32, 32 + 32, 0.5 + 5, 0.2 * 0.5**INTEGERS + 0.1),
+        ("float32", "float32", 1024, 24 * 24 + 8 + 32, 12, 3.7 + 0.9),
+        ("fp16", "fp16", 256, 11 * 11 + 5 + 32, 8, 1.1 + 0.9),
+        ("e4m3", "e5m2", 64, 4 * 3 + 5 + 32, 6, 1.1 * (12 / 121) ** FLOATS + 0.9),
+        # 8 bits of scale for 32 elements and for 16
+        (
+            "mxfp4",
+            "nvfp4",
+            16,
+            2 * 2 + 2 + 32,
+            4.25 / 8 + 4.5 / 8 + 4,
+            1.1 * (4 / 121) ** FLOATS + 0.9,
+        ),
+        ("mxint8", "symmetric8", 64, 64 + 32, 8.25 / 8 + 1 + 4, 0.3),
+        ("log2_4", "affine4", 16, 4 + 3 + 32, 5, 1.1 * (4 / 121) ** FLOATS + 0.9),
+    ],
+)
+def test_costs_match_hand_values(a, b, bits, adders, traffic, energy):
+    expected = {
+        "bitops": bits / 1024,
+        "ace": bits,
+        "multiplier": adders,
+        "traffic": traffic,
+        "energy": pytest.approx(energy, rel=1e-12),
+    }
     for first, second in ((a, b), (b, a)):
-        found = {name: one.product(first, second) for name, one in COSTS.items()}
-        assert found["bitops"] == bits / 1024
-        assert found["ace"] == bits
-        assert found["multiplier"] == adders
-        assert found["traffic"] == moved
-        assert found["energy"] == pytest.approx(energy, rel=1e-12)
+        operands = Format.of(first), Format.of(second)
+        prices = {name: price.product(*operands) for name, price in COSTS.items()}
+        assert prices == expected
 
 
 def test_costs_use_macs_or_elements():
@@ -64,202 +70,190 @@ def test_costs_use_macs_or_elements():
 
 
 def test_step_cost_accepts_two_gradient_formats():
-    found = Operands(*map(Format.of, ("affine2", "affine3", "affine5", "affine7")))
-    assert COSTS["ace"].step(found) == 2 * 3 + 5 * 3 + 7 * 2
+    formats = map(Format.of, ("affine2", "affine3", "affine5", "affine7"))
+    assert COSTS["ace"].step(Operands(*formats)) == 2 * 3 + 5 * 3 + 7 * 2
     assert set(OPERANDS_BY_PASS) == {"forward", "error", "weight"}
 
 
 def test_costs_have_unit_and_source():
     assert list(COSTS) == ["bitops", "ace", "multiplier", "traffic", "energy"]
-    for name, one in COSTS.items():
-        assert one.name == name
-        assert one.unit
-        assert len(one.about) > 40
-        assert one.source.startswith("ours: ") or any(
-            word in one.source for word in ("arXiv", "ISSCC")
-        )
+    for name, price in COSTS.items():
+        assert price.name == name
+        assert price.unit
+        assert len(price.about) > 40
+        is_published = "arXiv" in price.source or "ISSCC" in price.source
+        assert is_published or price.source.startswith("ours: ")
+
+
+RISING_FORMATS = [
+    [Format.affine(q) for q in range(1, 24)],
+    [Format.symmetric(q) for q in range(2, 24)],
+    [Format.minifloat(4, m) for m in range(12)],
+    [FORMATS[name] for name in ("mxfp4", "mxfp6_e2m3", "bf16", "float32")],
+]
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_costs_increase_with_bits(name):
-    chains = [
-        [Format.affine(q) for q in range(1, 24)],
-        [Format.symmetric(q) for q in range(2, 24)],
-        [Format.minifloat(4, m) for m in range(12)],
-        [FORMATS["mxfp4"], FORMATS["mxfp6_e2m3"], FORMATS["bf16"], FORMATS["float32"]],
-    ]
-    for chain in chains:
-        for other in (FORMATS["affine8"], FORMATS["e4m3"]):
-            prices = [COSTS[name].product(f, other) for f in chain]
-            assert prices[0] > 0
-            assert all(low < high for low, high in pairwise(prices))
+@pytest.mark.parametrize("formats", RISING_FORMATS, ids=["a", "s", "e4", "mixed"])
+def test_costs_increase_with_bits(name, formats):
+    for other in (FORMATS["affine8"], FORMATS["e4m3"]):
+        prices = [COSTS[name].product(format, other) for format in formats]
+        assert prices[0] > 0
+        assert all(low < high for low, high in pairwise(prices))
+
+
+# --- schedules ----------------------------------------------------------------------------------
 
 
 def test_ladder_bitops_equal_step_cost():
-    for g in range(1, 33):
-        of = AFFINE.cost("bitops", gradients=g)
-        assert [of(q) * 1024 for q in range(1, 33)] == cost.step_cost(
-            np.arange(1, 33), g
-        ).tolist()
-    assert AFFINE.cost()(4) * 1024 == cost.step_cost(
-        4, 32
-    )  # gradients at the highest level
+    levels = np.arange(1, 33)
+    for gradients in range(1, 33):
+        price = AFFINE.cost("bitops", gradients=gradients)
+        expected = cost.step_cost(levels, gradients)
+        assert [price(q) * 1024 for q in levels.tolist()] == expected.tolist()
+    # by default, gradients are at the highest level
+    assert AFFINE.cost()(4) * 1024 == cost.step_cost(4, 32)
 
 
 @pytest.mark.parametrize("arm", ["CR", "RTH", "ETV"])
-def test_relative_cost_by_bitops_equals_default(arm):
+@pytest.mark.parametrize(
+    "options",
+    [{"cost": "bitops"}, {"cost": "bitops", "ladder": AFFINE}, {"cost": "ace"}],
+)
+def test_relative_cost_by_bitops_equals_default(arm, options):
     schedule = make(arm, total_steps=12_345)
-    plain = schedule.relative_cost()
-    assert (
-        schedule.relative_cost(cost="bitops")
-        == schedule.relative_cost(cost="bitops", ladder=AFFINE)
-        == plain
-    )
-    assert schedule.relative_cost(cost="ace") == plain
-    assert schedule.relative_cost(6, 16, cost="bitops") == schedule.relative_cost(6, 16)
+    assert schedule.relative_cost(**options) == schedule.relative_cost()
+    with_bounds = schedule.relative_cost(6, 16, **options)
+    assert with_bounds == schedule.relative_cost(6, 16)
 
 
 def test_relative_cost_on_ladder_matches_hand_values():
-    schedule = quietly(make, "CR", q_min=4, total_steps=800)
-    shares = {q: schedule.share_at(q) for q in range(4, 9)}
     significands = {4: 2, 5: 3, 6: 3, 7: 4, 8: 4}
     exponents = {4: 2, 5: 2, 6: 3, 7: 3, 8: 4}
     adders = {
         q: p * p + exponents[q] + 32 + 2 * (4 * p + 4 + 32)
         for q, p in significands.items()
     }
-    expected = sum(shares[q] * adders[q] for q in shares) / adders[8]
-    assert schedule.relative_cost(cost="multiplier", ladder=LADDER) == pytest.approx(
-        expected
-    )
-    by_function = cost.relative_cost(schedule.bits(), 8, cost=LADDER.cost("multiplier"))
-    assert by_function == schedule.relative_cost(cost="multiplier", ladder=LADDER)
-    # bits, not levels, of the formats: a ladder alone is priced by BitOps
-    mx = LADDERS["mx"]
-    assert StaticSchedule(1, 10).relative_cost(q_max=4, ladder=mx) == (
-        4 * 4 + 2 * 4 * 16
-    ) / (3 * 16 * 16)
+    expected = sum(CR.share_at(q) * adders[q] for q in adders) / adders[8]
+    found = CR.relative_cost(cost="multiplier", ladder=LADDER)
+    assert found == pytest.approx(expected)
+    assert found == cost.relative_cost(CR.bits(), 8, cost=LADDER.cost("multiplier"))
+    # a ladder alone is priced by BitOps: bits, not levels, of the formats
+    mx = StaticSchedule(1, 10).relative_cost(q_max=4, ladder=LADDERS["mx"])
+    assert mx == (4 * 4 + 2 * 4 * 16) / (3 * 16 * 16)
 
 
-def test_ladder_cost_accepts_gradient_format():
-    levels = (
-        LADDER.cost("ace", gradients=6),
-        LADDER.cost("ace", gradients="e3m2"),
-        LADDER.cost("ace"),
-    )
-    assert [of(4) for of in levels] == [4 * 4 + 2 * 4 * 6] * 2 + [4 * 4 + 2 * 4 * 8]
-    assert LADDER.cost("ace", gradients=FORMATS["bf16"])(4) == 4 * 4 + 2 * 4 * 16
+@pytest.mark.parametrize(
+    ("options", "gradient_bits"),
+    [
+        ({"gradients": 6}, 6),
+        ({"gradients": "e3m2"}, 6),
+        ({"gradients": FORMATS["bf16"]}, 16),
+        ({}, 8),
+    ],
+)
+def test_ladder_cost_accepts_gradient_format(options, gradient_bits):
+    assert LADDER.cost("ace", **options)(4) == 4 * 4 + 2 * 4 * gradient_bits
 
 
 def test_layered_schedule_cost_weights_groups():
-    parts = (
-        (("conv*",), StaticSchedule(4, 10), 30),
-        (("fc",), StaticSchedule(8, 10), 10),
-    )
-    found = LayeredSchedule(parts).relative_cost(cost="traffic")
-    assert found == pytest.approx(
-        (30 * StaticSchedule(4, 10).relative_cost(4, 8, cost="traffic") + 10) / 40
-    )
+    low, high = StaticSchedule(4, 10), StaticSchedule(8, 10)
+    groups = ((("conv*",), low, 30), (("fc",), high, 10))
+    found = LayeredSchedule(groups).relative_cost(cost="traffic")
+    expected = (30 * low.relative_cost(4, 8, cost="traffic") + 10) / 40
+    assert found == pytest.approx(expected)
     assert 0.75 < found < 1
 
 
 def test_role_schedules_cost_prices_operands():
-    cycle = TableSchedule(((4, 3), (8, 1)))
-    roles = RoleSchedules(
-        weight=cycle, activation=StaticSchedule(8, 4), error=6, weight_gradient=8
-    )
+    eight = StaticSchedule(8, 4)
+    roles = RoleSchedules(weight=CYCLE, activation=eight, error=6, weight_gradient=8)
     # significands: 2 then 4, 4, 3, 4; exponents: 2 then 4, 4, 3, 4
     first = (4 * 2 + 4 + 32) + (3 * 2 + 3 + 32) + (4 * 4 + 4 + 32)
     last = (4 * 4 + 4 + 32) + (3 * 4 + 4 + 32) + (4 * 4 + 4 + 32)
     found = roles.relative_cost(cost="multiplier", ladder=LADDER)
     assert found == pytest.approx((3 * first + last) / 4 / (3 * (4 * 4 + 4 + 32)))
-    assert roles.relative_cost(cost="ace") == pytest.approx(
-        roles.relative_cost(), rel=1e-15
-    )
-    assert RoleSchedules(weight=cycle, activation=cycle, gradient=8).relative_cost(
-        cost="energy"
-    ) == pytest.approx(cycle.relative_cost(cost="energy"))
-    refused("a function knows one level", roles.relative_cost, cost=lambda q: 1.0)
+    by_default = pytest.approx(roles.relative_cost(), rel=1e-15)
+    assert roles.relative_cost(cost="ace") == by_default
+    same = RoleSchedules(weight=CYCLE, activation=CYCLE, gradient=8)
+    expected = CYCLE.relative_cost(cost="energy")
+    assert same.relative_cost(cost="energy") == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("spent", [{}, {"cost": "ace"}, {"ladder": AFFINE}])
-def test_role_schedules_baseline_uses_q_max(spent):
+@pytest.mark.parametrize("options", [{}, {"cost": "ace"}, {"ladder": AFFINE}])
+@pytest.mark.parametrize(("q_max", "q_grad"), [(None, 4), (6, 4), (6, None)])
+def test_role_schedules_baseline_uses_q_max(options, q_max, q_grad):
     """Give the baseline gradients of q_max bits."""
-    roles = RoleSchedules(
-        weight=TableSchedule(((4, 3), (8, 1))), activation=8, error=6, weight_gradient=5
-    )
-    steps = [8 * w + 6 * w + 5 * 8 for w in (4, 4, 4, 8)]
-    for q_max, q_grad in ((None, 4), (6, 4), (6, None)):
-        top = q_max or 8
-        assert roles.relative_cost(q_grad, q_max, **spent) == pytest.approx(
-            sum(steps) / 4 / (3 * top * top)
-        )
+    roles = RoleSchedules(weight=CYCLE, activation=8, error=6, weight_gradient=5)
+    step_costs = [8 * w + 6 * w + 5 * 8 for w in (4, 4, 4, 8)]
+    baseline = 3 * (q_max or 8) ** 2
+    found = roles.relative_cost(q_grad, q_max, **options)
+    assert found == pytest.approx(sum(step_costs) / 4 / baseline)
 
 
 def test_delayed_schedule_prices_float32_phase():
-    held = DelayedSchedule(quietly(make, "CR", total_steps=600), 200, 32)
-    # 200 steps of float32 in all three products, then the cycle
-    rest = quietly(make, "CR", total_steps=600).relative_cost(cost="energy")
-    assert held.relative_cost(cost="energy") == pytest.approx(
-        (200 * 4.6 * 3 / 0.9 + 600 * rest) / 800
-    )
-    assert held.relative_cost(cost="ace") == pytest.approx(
-        held.relative_cost(), rel=1e-15
-    )
+    cycle = quietly(make, "CR", total_steps=600)
+    delayed = DelayedSchedule(cycle, 200, 32)
+    float32, affine8 = 3.7 + 0.9, 0.2 + 0.1  # all three matmuls of 200 steps
+    held = 200 * float32 / affine8
+    expected = (held + 600 * cycle.relative_cost(cost="energy")) / 800
+    assert delayed.relative_cost(cost="energy") == pytest.approx(expected)
+    by_default = pytest.approx(delayed.relative_cost(), rel=1e-15)
+    assert delayed.relative_cost(cost="ace") == by_default
 
 
 @pytest.mark.parametrize("name", ["ace", "multiplier", "energy", "traffic"])
-def test_solve_schedule_meets_named_budget(name):
-    for ladder, q_min in ((None, 3), (LADDER, 4)):
-        solved = quietly(
-            solve_schedule, 0.95, q_min, 8, 6_400, cost=name, ladder=ladder
-        )
-        assert solved.relative_cost(cost=name, ladder=ladder) == pytest.approx(
-            0.95, rel=1e-3
-        )
-    assert solve_schedule(0.7, 3, 8, 6_400, cost="ace") == solve_schedule(
-        0.7, 3, 8, 6_400
-    )
+@pytest.mark.parametrize(("ladder", "q_min"), [(None, 3), (LADDER, 4)])
+def test_solve_schedule_meets_named_budget(name, ladder, q_min):
+    prices = {"cost": name, "ladder": ladder}
+    solved = quietly(solve_schedule, 0.95, q_min, 8, 6_400, **prices)
+    assert solved.relative_cost(**prices) == pytest.approx(0.95, rel=1e-3)
 
 
-def test_costs_reject_unknown_names():
-    listed = ", ".join(COSTS)
-    schedule = StaticSchedule(8, 10)
-    for call in (
-        lambda: schedule.relative_cost(cost="flops"),
-        lambda: solve_schedule(0.7, 3, 8, 640, cost="flops"),
-        lambda: LADDER.cost("flops"),
-        lambda: cost_named("flops"),
-    ):
-        refused(f"^unknown cost 'flops'; choose from {listed}$", call)
-    for call in (
-        lambda: schedule.relative_cost(cost="seconds"),
-        lambda: solve_schedule(1, 3, 8, 9, cost="seconds"),
-    ):
-        refused(
-            rf"choose from {listed}; for seconds give a function from bits to", call
-        )
-    refused(
-        "cost must be a function, .*, or a name of COSTS; got 2",
-        schedule.relative_cost,
-        cost=2,
-    )
-    refused("unknown format 'e9'", LADDER.cost, "ace", gradients="e9")
+def test_solve_schedule_by_ace_equals_default():
+    by_ace = solve_schedule(0.7, 3, 8, 6_400, cost="ace")
+    assert by_ace == solve_schedule(0.7, 3, 8, 6_400)
 
 
-def test_relative_cost_rejects_bad_ladders():
-    with pytest.raises(
-        ValueError,
-        match="the ladder has a hole at level 3: its levels are 4, 5, 6, 7, 8",
-    ):
-        quietly(make, "CR", total_steps=800).relative_cost(cost="ace", ladder=LADDER)
-    holed = FormatLadder({6: "e3m2", 8: "e4m3"})
-    refused("hole at level 7", solve_schedule, 0.9, 6, 8, 640, cost="ace", ladder=holed)
-    refused("hole at level 16", LADDER.cost, "ace", gradients=16)
-    static = StaticSchedule(8, 10)
-    refused(
-        "a cost that is a function knows its formats",
-        static.relative_cost,
-        cost=lambda q: 1.0,
-        ladder=LADDER,
-    )
+STATIC = StaticSchedule(8, 10)
+ROLES = RoleSchedules(weight=CYCLE, activation=CYCLE, gradient=8)
+HOLED = FormatLadder({6: "e3m2", 8: "e4m3"})
+UNKNOWN = f"^unknown cost 'flops'; choose from {', '.join(COSTS)}$"
+SECONDS = f"{', '.join(COSTS)}; for seconds give a function from bits to"
+HOLE = "the ladder has a hole at level 3: its levels are 4, 5, 6, 7, 8"
+
+
+def free(bits):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "options", "message"),
+    [
+        (STATIC.relative_cost, (), {"cost": "flops"}, UNKNOWN),
+        (solve_schedule, (0.7, 3, 8, 640), {"cost": "flops"}, UNKNOWN),
+        (LADDER.cost, ("flops",), {}, UNKNOWN),
+        (cost_named, ("flops",), {}, UNKNOWN),
+        (STATIC.relative_cost, (), {"cost": "seconds"}, SECONDS),
+        (solve_schedule, (1, 3, 8, 9), {"cost": "seconds"}, SECONDS),
+        (STATIC.relative_cost, (), {"cost": 2}, "or a name of COSTS; got 2"),
+        (ROLES.relative_cost, (), {"cost": free}, "a function knows one level"),
+        (
+            STATIC.relative_cost,
+            (),
+            {"cost": free, "ladder": LADDER},
+            "a cost that is a function knows its formats",
+        ),
+        (LADDER.cost, ("ace",), {"gradients": "e9"}, "unknown format 'e9'"),
+        (LADDER.cost, ("ace",), {"gradients": 16}, "hole at level 16"),
+        (CR_FROM_3.relative_cost, (), {"cost": "ace", "ladder": LADDER}, HOLE),
+        (
+            solve_schedule,
+            (0.9, 6, 8, 640),
+            {"cost": "ace", "ladder": HOLED},
+            "hole at level 7",
+        ),
+    ],
+)
+def test_costs_reject_unknown_names_and_levels(call, arguments, options, message):
+    refused(message, call, *arguments, **options)

@@ -13,8 +13,8 @@ triton = pytest.importorskip("triton", reason="triton comes with torch for CUDA"
 tl = triton.language
 
 
-def _draw(key, out, start, C: tl.constexpr):
-    i = tl.arange(0, C)
+def _draw(key, out, start, count: tl.constexpr):
+    i = tl.arange(0, count)
     tl.store(out + i, _uniform(key, start + i.to(tl.int64), True))  # noqa: F821
 
 
@@ -24,7 +24,7 @@ def test_triton_noise_matches_hash_reference(interpreted, monkeypatch, key, star
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(globals(), "_uniform", interpreted._uniform)
     noise = torch.empty(128)
-    triton.jit(_draw)[(1,)](torch.tensor(key), noise, start, C=128)
+    triton.jit(_draw)[(1,)](torch.tensor(key), noise, start, count=128)
     expected = [splitmix_and_finaliser(key, i) for i in range(start, start + 128)]
     assert noise.tolist() == expected
 
