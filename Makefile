@@ -66,11 +66,13 @@ setup: .venv/.installed  ## make .venv from requirements.lock
 	@touch $@
 	@echo "setup: done; next: make reproduce, or $(BIN)/jupyter lab"
 
-lint: setup  ## style, types and commit subjects
+lint: setup  ## style, types, imports, pages, notebooks, installation files and commit subjects
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 cpt_*  # text files are opened as UTF-8
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m bench.commit_subjects
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/python -m bench.lint
 
 check: lint  ## lint, types and the tests that are not marked slow: while you work
 	$(PYTESTS) -m "not slow" tests

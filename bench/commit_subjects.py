@@ -1,17 +1,9 @@
-"""Check of commit subjects: `area: Verb object`, imperative, at most 72 characters.
-
-    python -m bench.commit_subjects             all commits after FIRST_CHECKED
-    python -m bench.commit_subjects HEAD~3..    those of a range
-
-`make lint` runs it. Where git or the history is missing, as in a shallow clone or a source archive, it says so and
-ends with 0; a subject that breaks a rule is printed with the reason, and the status is 1.
-"""
+"""Rules of commit subjects: `area: Verb object`, imperative, at most 72 characters. `make lint` checks them."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -79,38 +71,14 @@ def find_fault(subject: str) -> str:
     return ""
 
 
-def subjects(commits: str) -> list[tuple[str, str]] | None:
+def subjects(commits: str, root: Path = ROOT) -> list[tuple[str, str]]:
     """Return (abbreviated hash, subject) of a range of commits, without merges.
 
-    None where git, or the start of the range, is missing.
+    Empty where git, or the start of the range, is missing, as in a shallow clone.
     """
     command = ["git", "log", "--no-merges", "--format=%h %s", commits]
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=ROOT
-        )
-    except FileNotFoundError:
-        return None
-    if process.returncode:
-        return None
-    lines = process.stdout.splitlines()
-    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
-
-
-def main(arguments: list[str]) -> int:
-    """Print the faults of a range of commits."""
-    commits = arguments[0] if arguments else f"{FIRST_CHECKED}.."
-    pairs = subjects(commits)
-    if pairs is None:
-        print(f"commit subjects: not checked, git does not know {commits}")
-        return 0
-
-    faults = [(commit, subject, find_fault(subject)) for commit, subject in pairs]
-    faults = [fault for fault in faults if fault[-1]]
-    for commit, subject, fault in faults:
-        print(f"{commit} {subject!r}: {fault}", file=sys.stderr)
-    return int(bool(faults))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=root
+    )
+    pairs = [line.partition(" ") for line in process.stdout.splitlines()]
+    return [(commit, subject) for commit, _, subject in pairs]

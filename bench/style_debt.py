@@ -26,58 +26,45 @@ DEBT_RULES = re.compile(r"(C90|D|N|PLR)\d+")  # other rules have no debt
 Debt = set[tuple[str, str]]  # (file, rule), such as ("bench/sizes.py", "D417")
 
 
-def split_config() -> tuple[str, str]:
+def split_config(text: str) -> tuple[str, str]:
     """Return the settings and the debt list of ruff.toml, both as text.
 
     Raises:
         ValueError: if ruff.toml has no comment that starts the list.
     """
-    lines = CONFIG.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines):
         if line.startswith(DEBT_COMMENT):
             return "".join(lines[: number + 1]), "".join(lines[number + 1 :])
     raise ValueError(f"ruff.toml: expected a line that starts with {DEBT_COMMENT!r}")
 
 
-def listed_debt() -> Debt:
-    """Return the (file, rule) pairs of the debt list."""
-    files = tomllib.loads(split_config()[1])
+def parse_debt(listed: str) -> Debt:
+    """Return the (file, rule) pairs of a debt list."""
+    files = tomllib.loads(listed)
     return {(file, rule) for file, rules in files.items() for rule in rules}
 
 
-def find_violations() -> Debt:
-    """Return the (file, rule) pairs of DEBT_RULES that ruff finds without the debt list.
+def find_violations(settings: str) -> Debt:
+    """Return the (file, rule) pairs of DEBT_RULES that ruff finds with the settings, without the debt list.
 
     Raises:
         RuntimeError: if ruff does not run.
     """
+    ruff = [sys.executable, "-m", "ruff", "check", "--exit-zero", "--no-cache"]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "ruff.toml")
-        config.write_text(split_config()[0], encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "ruff",
-            "check",
-            "--exit-zero",
-            "--no-cache",
-            "--output-format",
-            "json",
-        ]
+        config.write_text(settings, encoding="utf-8")
         # Ruff resolves the patterns of a config that is given by name in the working directory.
+        command = [*ruff, "--output-format", "json", "--config", str(config), "."]
         process = subprocess.run(
-            [*command, "--config", str(config), "."],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
+            command, capture_output=True, text=True, cwd=ROOT, check=False
         )
     if process.returncode:
         raise RuntimeError(f"ruff check failed: {process.stderr}")
-    violations = json.loads(process.stdout)
     return {
         (Path(v["filename"]).relative_to(ROOT).as_posix(), v["code"])
-        for v in violations
+        for v in json.loads(process.stdout)
         if DEBT_RULES.fullmatch(v["code"])
     }
 
@@ -101,9 +88,10 @@ def main() -> int:
     )
     parser.add_argument("--add", action="store_true", help="List new violations too.")
     allow_new = parser.parse_args().add
-    old_debt, violations = listed_debt(), find_violations()
+    settings, listed = split_config(CONFIG.read_text(encoding="utf-8"))
+    old_debt, violations = parse_debt(listed), find_violations(settings)
     new_debt = violations if allow_new else violations & old_debt
-    CONFIG.write_text(split_config()[0] + format_debt(new_debt), encoding="utf-8")
+    CONFIG.write_text(settings + format_debt(new_debt), encoding="utf-8")
     print(f"style debt: {len(old_debt)} before, {len(new_debt)} now")
     return 0
 

@@ -1,4 +1,4 @@
-"""Public names: one list for the lazy loader, ``__all__``, ``dir`` and type checkers, in all packages."""
+"""Public names and imports: one list for the lazy loader, ``__all__``, ``dir`` and type checkers; former names warn."""
 
 import subprocess
 import sys
@@ -9,155 +9,227 @@ import pytest
 from helpers import run_command
 
 import cpt_core as cpt
+from bench import sizes
 from book.public_names import reference
+from cpt_core import extensions
 from cpt_core.lazy_imports import FORMER_NAMES, defining_modules, is_top_level
 from cpt_extras.integrations import distributed
+from cpt_extras.optional_libraries import install_hint
+from cpt_lab.former_names import FORMER_NAMES as FORMER_MODULES
 
 ROOT = Path(__file__).parents[1]
-HOMES = {
+SUBPACKAGES = {
     name: home
     for name, home in defining_modules("cpt_core").items()
     if is_top_level(home)
-}  # of subpackages
-ROOMS = sorted(HOMES)
-PACKAGES = ["cpt_core", *(f"{HOMES[room]}.{room}" for room in ROOMS)]
-# what a training needs; the rest is in rooms
-TOP = """
+}
+PACKAGES = ["cpt_core", *(f"{home}.{name}" for name, home in SUBPACKAGES.items())]
+# What a training needs; the rest is in subpackages.
+TOP_LEVEL = """
 BitOpsLedger CyclicSchedule DeficitSchedule DelayedSchedule FORMATS Format FormatLadder FunctionSchedule Graph GraphConv
 LayeredSchedule PrecisionScheduler QuantConfig QuantizationWarning RoleSchedules SAGEConv SUITE StaticSchedule
 backend check count_bitops export make_schedule precision quantize quantize_ restore_ schedule_from_dict
-solve_schedule summary
+solve_schedule summary bitops diagnostics formats kernels quantization schedules search
 """
+TORCH_FREE = (
+    "cpt_core.extensions",
+    "cpt_core.lazy_imports",
+    "cpt_core.numerics",
+    "cpt_core.schedules",
+    "cpt_core.validation",
+    "cpt_extras.cpu_info",
+    "cpt_extras.figures",
+    "cpt_extras.files",
+    "cpt_extras.former_names",
+    "cpt_extras.formats.costs",
+    "cpt_extras.formats.format",
+    "cpt_extras.formats.ladder",
+    "cpt_extras.formats.prices",
+    "cpt_extras.formats.quantizer",
+    "cpt_extras.optional_libraries",
+    "cpt_extras.progress",
+    "cpt_extras.search.allocation",
+    "cpt_extras.search.custom_schedules",
+    "cpt_extras.search.search_loop",
+    "cpt_extras.search.search_result",
+    "cpt_extras.search.sensitivity_result",
+    "cpt_extras.search.solved_schedules",
+    "cpt_extras.search.solver",
+    "cpt_extras.validation",
+    "cpt_lab.analysis",
+    "cpt_lab.experiments",
+    "cpt_lab.resources",
+    "cpt_lab.numerics",
+    "cpt_lab.paths",
+    "cpt_lab.provenance",
+    "cpt_lab.signals",
+    "cpt_lab.studies",
+    "cpt_lab.sweeps.stores",
+    "cpt_lessons.parameters",
+)
+MAX_LOADED_MODULES = 50  # 47 when this was written
 
 
 def test_public_top_level_names():
-    assert set(cpt.__all__) - set(ROOMS) == set(TOP.split())
-    assert ROOMS == [
-        "bitops",
-        "diagnostics",
-        "formats",
-        "kernels",
-        "quantization",
-        "schedules",
-        "search",
-    ]
+    assert set(cpt.__all__) == set(TOP_LEVEL.split())
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_resolve(package):
-    module = import_module(package)
-    assert sorted(module.__all__) == sorted(defining_modules(package)) != []
+    """Resolve every name, and hide none by a module, which becomes an attribute of its package once imported."""
+    module, homes = import_module(package), defining_modules(package)
+    assert sorted(module.__all__) == sorted(homes) != []
     assert set(module.__all__) <= set(dir(module))
-    for name, home in defining_modules(package).items():
-        value = getattr(module, name)
-        assert value is (
-            sys.modules[f"{home}.{name}"]
-            if is_top_level(home)
-            else getattr(import_module(home), name)
-        )
+    for name, home in homes.items():
+        is_module = is_top_level(home)
+        at = f"{home}.{name}" if is_module else home
+        found = import_module(at)
+        assert getattr(module, name) is (found if is_module else vars(found)[name])
     with pytest.raises(
         AttributeError, match=f"module '{package}' has no attribute 'nonsense'"
     ):
         _ = module.nonsense
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_public_names_are_not_hidden_by_modules(package):
-    """Check module names, since an imported module becomes an attribute of its package."""
-    modules = {
-        path.stem for path in Path(import_module(package).__file__).parent.iterdir()
-    }
-    assert modules & set(defining_modules(package)) == (
-        {name for name, home in HOMES.items() if home == package}
-    )
+    files = {path.stem for path in Path(module.__file__).parent.iterdir()}
+    inside = {name for name, home in SUBPACKAGES.items() if home == package}
+    assert files & homes.keys() == inside
 
 
 @pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
 def test_public_former_names_warn(former, name):
-    packages = [cpt, cpt.search]
-    (package,) = (package for package in packages if name in dir(package))
+    (package,) = (package for package in (cpt, cpt.search) if name in dir(package))
     with pytest.warns(DeprecationWarning, match=rf"\.{former} is now .*\.{name}$"):
         value = getattr(package, former)
     assert value is getattr(package, name)
     assert former not in dir(package)
 
 
-def test_public_former_backend_attribute_warns():
+def test_public_former_attributes_warn():
     backend = cpt.backend()
     with pytest.warns(DeprecationWarning, match="Backend.why is now reasons"):
-        reasons = backend.why
-    assert reasons == backend.reasons
-
-
-def test_public_former_synced_ranges_warns():
+        assert backend.why == backend.reasons
     message = r"agreed_ranges is now .*\.synced_ranges$"
     with pytest.warns(DeprecationWarning, match=message):
-        former = distributed.agreed_ranges
-    assert former is distributed.synced_ranges
+        assert distributed.agreed_ranges is distributed.synced_ranges
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER_MODULES.items())
+def test_public_former_modules_warn(former, name, monkeypatch):
+    """Both names are one module object, and the warning points at the import."""
+    monkeypatch.delitem(sys.modules, former, raising=False)
+    with pytest.warns(DeprecationWarning, match=f"^{former} is now {name}$") as warned:
+        module = import_module(former)
+
+    assert module is sys.modules[name] is import_module(name)
+    assert module.__name__ == module.__spec__.name == name
+    assert len(warned) == 1
+
+
+def test_public_former_modules_work_in_from_imports():
+    """Import from a package that nothing has been imported from yet."""
+    script = """\
+import warnings
+warnings.simplefilter("always")
+import cpt_lessons.places
+from cpt_lab.sweeps import lines
+from cpt_lab.sweeps.lines import newest
+import cpt_lab.sweeps.lines
+import cpt_lab.sweeps.row_format as row_format
+assert lines is row_format is cpt_lab.sweeps.lines
+assert newest is row_format.newest
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert "<string>:3: DeprecationWarning: cpt_lessons.places is now" in process.stderr
 
 
 def test_public_names_have_one_path():
     paths = list(reference("cpt_core"))
-    bare = [path.split(".")[-1] for path in paths]
-    assert sorted(bare) == sorted(set(bare))
+    names = [path.split(".")[-1] for path in paths]
+    assert sorted(names) == sorted(set(names))
     assert {"quantize_", "search.allocate"} < set(paths)
+    imported: dict[str, object] = {}
+    exec("from cpt_extras.search import *", imported)
+    assert imported.keys() - {"__builtins__"} == set(cpt.search.__all__)
 
 
-def test_public_star_import_gets_all_names(tmp_path):
-    got: dict[str, object] = {}
-    exec("from cpt_extras.search import *", got)
-    assert set(got) - {"__builtins__"} == set(cpt.search.__all__)
+def test_torch_free_modules_import_without_torch():
+    """Import subpackages without numpy, and torch-free modules without torch and notebook libraries."""
+    files = sorted(path.relative_to(ROOT) for path in ROOT.glob("cpt_*/**/*.py"))
+    names = [".".join(file.with_suffix("").parts) for file in files]
+    modules = [
+        name.removesuffix(".__init__")
+        for name in names
+        if f"{name}.".startswith(tuple(f"{free}." for free in TORCH_FREE))
+    ]
+    assert len(modules) > len(TORCH_FREE)
+    script = f"""\
+import importlib, sys
+import cpt_core as cpt
+{", ".join(f"cpt.{name}" for name in SUBPACKAGES)}, dir(cpt)
+assert not {{"torch", "numpy"}} & sys.modules.keys()
+assert cpt.schedules.Rex(0.5).d == 0.5
+assert cpt.formats.COSTS["ace"]
+for name in {modules!r}:
+    importlib.import_module(name)
+    assert not {{"torch", "nbformat", "nbconvert"}} & sys.modules.keys(), name
+"""
+    run_command(sys.executable, "-c", script)
 
 
-def test_public_subpackages_load_without_torch_and_numpy():
-    rooms = ", ".join(f"cpt.{room}" for room in ROOMS)
-    code = f"import sys, cpt_core as cpt; {rooms}, dir(cpt); assert not {{'torch', 'numpy'}} & set(sys.modules); "
-    code += "assert cpt.schedules.Rex(0.5).d == 0.5; assert cpt.formats.COSTS['ace']"
-    run_command(sys.executable, "-c", code)
+@pytest.mark.slow
+def test_three_lines_load_few_modules():
+    """Load only what the README's three lines and a training step need."""
+    assert 30 < len(sizes.loaded_files()) <= MAX_LOADED_MODULES
 
 
+def test_cpt_command_names_missing_extra():
+    script = "import sys, cpt_lab; sys.modules['typer'] = None; cpt_lab.main()"
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+    message = f"error: typer cannot be imported; {install_hint('lab')}\n"
+    assert (process.returncode, process.stderr) == (1, message)
+
+
+def test_extensions_without_extras_warn_or_raise(monkeypatch):
+    monkeypatch.setattr(extensions, "is_installed", lambda name: False)
+    message = r"cpt_extras\.integrations\.data_parallel is not installed"
+    with pytest.warns(UserWarning, match=message):
+        assert extensions.services("processes").key_offset() is None
+    message = "'int8' needs the package cpt_extras, which is not installed"
+    with pytest.raises(RuntimeError, match=message):
+        extensions.load("int8")
+
+
+@pytest.mark.slow
 def test_public_names_are_known_to_type_checkers(tmp_path):
     pytest.importorskip("mypy", reason="the extra dev")
-    lines = [
-        "import cpt_core as cpt",
-        "cpt.no_such_name",
-        "cpt.search.no_such_name",
-        "cpt.sensitivity",
-    ]
-    lines += [f"reveal_type(cpt.{path})" for path in reference("cpt_core")]
+    paths = list(reference("cpt_core"))
+    unknown = ["cpt.no_such_name", "cpt.search.no_such_name", "cpt.sensitivity"]
+    revealed = [f"reveal_type(cpt.{path})" for path in paths]
     file = tmp_path / "uses.py"
-    file.write_text("\n".join(lines))
-    alone = [
-        "--no-site-packages",
-        "--ignore-missing-imports",
-        "--follow-imports=silent",
-        "--cache-dir=/dev/null",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--no-error-summary",
-        *alone,
-        file,
-    ]  # torch's types would take a minute
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    said = [line.split("uses.py:")[-1] for line in done.stdout.splitlines()]
-    errors = [line for line in said if line.split()[1] == "error:"]
-    assert [line.split("  [")[0] for line in errors] == [
+    file.write_text("\n".join(["import cpt_core as cpt", *unknown, *revealed]))
+    options = (  # torch's types would take a minute
+        "--no-error-summary --no-site-packages --ignore-missing-imports "
+        "--follow-imports=silent --cache-dir=/dev/null"
+    ).split()
+    process = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, file],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line.split("uses.py:")[-1] for line in process.stdout.splitlines()]
+    errors = [line.split("  [")[0] for line in lines if line.split()[1] == "error:"]
+    assert errors == [
         '2: error: Module has no attribute "no_such_name"',
         '3: error: Module has no attribute "no_such_name"',
         '4: error: Module has no attribute "sensitivity"',
-    ], done.stdout + done.stderr
-    revealed = [
-        line.split("Revealed type is ", 1)[1]
-        for line in said
-        if "Revealed type is" in line
-    ]
-    assert len(revealed) == len(reference("cpt_core"))
-    unknown = [
-        path
-        for path, kind in zip(reference("cpt_core"), revealed, strict=True)
-        if kind.strip('"') == "Any"
-    ]
-    assert unknown == []
+    ], process.stdout + process.stderr
+    types = [line.partition("Revealed type is ")[2] for line in lines]
+    known = [text.strip('"') for text in types if text]
+    assert len(known) == len(paths)
+    assert [
+        path for path, text in zip(paths, known, strict=True) if text == "Any"
+    ] == []

@@ -1,4 +1,4 @@
-"""Committed files of ``notebooks/sweeps``: names, number of runs and stated GPU hours."""
+"""Committed files of ``notebooks/sweeps``: parameters, number of runs and stated GPU hours."""
 
 import json
 import re
@@ -24,30 +24,12 @@ FIGURES = {
 TFLOPS = 10  # of the example in docs/sweeps.md
 
 
-@pytest.fixture(autouse=True)
-def without_data(monkeypatch):
-    """Accept parameters that name missing data."""
-    monkeypatch.setattr(parameters, "check_data", lambda recipe: None)
-
-
-def specs_of(path):
-    given = yaml.safe_load(path.read_text())
-    P = check_parameters(task_of_dataset(given["dataset"]), **given)
-    return {
-        spec.key: spec for figure in FIGURES[path.name[:2]] for spec in figure(P)
-    }.values()
-
-
 def gpu_hours(specs):
-    """Return the GPU hours of specs, from the MACs used in the plan of the paper."""
-    rows = {
-        row["grid"]: row
-        for row in json.loads((results_dir() / "paper_scale.json").read_text())["rows"]
-    }
-    macs = sum(
-        1e9 * rows[f"{s.recipe.dataset}/{s.recipe.model}"]["gigamacs"] * s.recipe.steps
-        for s in specs
-    )
+    """Return the GPU hours of runs, from the MACs in the plan of the paper."""
+    plan = json.loads((results_dir() / "paper_scale.json").read_text())["rows"]
+    gigamacs = {row["grid"]: row["gigamacs"] for row in plan}
+    recipes = [spec.recipe for spec in specs]
+    macs = sum(1e9 * gigamacs[f"{r.dataset}/{r.model}"] * r.steps for r in recipes)
     return OPERATIONS * macs / (TFLOPS * 1e12) / 3600
 
 
@@ -56,36 +38,25 @@ def test_sweep_files_cover_every_paper_notebook():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_sets_parameters_of_notebook(path):
+def test_sweep_file_agrees_with_notebook(path, monkeypatch):
+    """Set parameters of the notebook, and state the command, runs, hours and downloads."""
+    monkeypatch.setattr(parameters, "check_data", lambda recipe: None)
+    text = path.read_text()
+    given = yaml.safe_load(text)
     (notebook,) = notebooks(path.name[:2])
-    given = yaml.safe_load(path.read_text())
-    assert set(given) <= set(parameters_of(notebook))
+    assert given.keys() <= parameters_of(notebook).keys()
     assert given["scale"] == "paper"
-    command = re.search(r"^#   papermill (\S+) \S+ -f (\S+)$", path.read_text(), re.M)
-    assert notebooks_dir() / command[1].removeprefix("notebooks/") == notebook
+
+    command = re.search(r"^#   papermill notebooks/(\S+) \S+ -f (\S+)$", text, re.M)
+    assert notebooks_dir() / command[1] == notebook
     assert command[2] == f"notebooks/sweeps/{path.name}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_states_runs_and_hours(path, capsys):
-    specs = specs_of(path)
-    stated = re.search(
-        r"^# ([\d,]+) runs, about ([\d,.]+) GPU hours at (\d+) TFLOP/s",
-        path.read_text(),
-        re.M,
-    )
-    hours = gpu_hours(specs)
-    assert stated.groups() == (
-        f"{len(specs):,}",
-        f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}",
-        f"{TFLOPS}",
-    )
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_names_required_download(path):
-    given = yaml.safe_load(path.read_text())
     for dataset in filter(None, (given["dataset"], given.get("pairs"))):
-        assert re.search(
-            rf"^# First: .*cpt download {dataset}\b", path.read_text(), re.M
-        )
+        assert re.search(rf"^# First: .*cpt download {dataset}\b", text, re.M)
+
+    checked = check_parameters(task_of_dataset(given["dataset"]), **given)
+    specs = [spec for figure in FIGURES[path.name[:2]] for spec in figure(checked)]
+    runs = {spec.key: spec for spec in specs}
+    hours = gpu_hours(runs.values())
+    hours_text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
+    stated = f"# {len(runs):,} runs, about {hours_text} GPU hours at {TFLOPS} TFLOP/s"
+    assert stated in text
