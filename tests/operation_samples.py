@@ -139,11 +139,7 @@ OPERATIONS = {
         lambda m, x: x.matmul(m.w.t()), (4, 6), [X], [120], [LAST, LAST]
     ),
     "two inputs": OperationSample(
-        lambda m, x, y: x @ y,
-        NO_WEIGHT,
-        [Y, (2, 6, 3)],
-        [108],
-        [None, LAST, (-2,)],
+        lambda m, x, y: x @ y, NO_WEIGHT, [Y, (2, 6, 3)], [108], [None, LAST, (-2,)]
     ),
     "keys": OperationSample(lambda m, x, y: x @ y.mT, NO_WEIGHT, [Y, Y], [108], SCORES),
     "mm": OperationSample(
@@ -161,12 +157,7 @@ OPERATIONS = {
         has_flops=False,
     ),
     "dot": OperationSample(
-        lambda m, x: torch.dot(x, m.w),
-        (6,),
-        [(6,)],
-        [6],
-        [LAST, LAST],
-        has_flops=False,
+        lambda m, x: torch.dot(x, m.w), (6,), [(6,)], [6], [LAST, LAST], has_flops=False
     ),
     "addmv": OperationSample(
         lambda m, x: torch.addmv(m.b, m.w, x),
@@ -206,11 +197,7 @@ OPERATIONS = {
         bias=4,
     ),
     "conv1d": OperationSample(
-        lambda m, x: F.conv1d(x, m.w, padding=1),
-        (4, 3, 3),
-        [Y],
-        [432],
-        [(1, 2), (1,)],
+        lambda m, x: F.conv1d(x, m.w, padding=1), (4, 3, 3), [Y], [432], [(1, 2), (1,)]
     ),
     "conv2d, one image": OperationSample(
         lambda m, x: F.conv2d(x, m.w), (4, 2, 2, 2), [Y], [320], [(1, 2, 3), FIRST]
@@ -274,11 +261,7 @@ OPERATIONS = {
         [None, (1, 2), (1, 2)],
     ),
     "einsum, implicit": OperationSample(
-        lambda m, x: torch.einsum("...d,dk", x, m.w),
-        (6, 4),
-        [Y],
-        [144],
-        [FIRST, LAST],
+        lambda m, x: torch.einsum("...d,dk", x, m.w), (6, 4), [Y], [144], [FIRST, LAST]
     ),
     "einsum, heads summed": OperationSample(
         lambda m, x: torch.einsum("bthk,hkd->btd", x, m.w),
@@ -521,8 +504,7 @@ MODELS = {
     ),
     "RNN": ModelSample(lambda: nn.RNN(8, 6, batch_first=True), sequences),
     "LSTM with projections": ModelSample(
-        lambda: nn.LSTM(8, 6, proj_size=2, num_layers=3, bidirectional=True),
-        sequences,
+        lambda: nn.LSTM(8, 6, proj_size=2, num_layers=3, bidirectional=True), sequences
     ),
     "GRUCell": ModelSample(lambda: nn.GRUCell(8, 6), random((5, 8))),
     "LSTMCell": ModelSample(lambda: nn.LSTMCell(8, 6), random((5, 8))),

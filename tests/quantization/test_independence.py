@@ -155,8 +155,7 @@ LAYERS = {
     "lstm": lambda: nn.LSTM(FEATURES, FEATURES, batch_first=True),
     "gru": lambda: nn.GRU(FEATURES, FEATURES, batch_first=True),
     "multi-head attention": lambda: FunctionModule(
-        multi_head_attention,
-        layer=nn.MultiheadAttention(FEATURES, 2, batch_first=True),
+        multi_head_attention, layer=nn.MultiheadAttention(FEATURES, 2, batch_first=True)
     ),
 }
 

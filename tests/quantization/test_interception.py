@@ -1,4 +1,8 @@
-"""Interception mode of a converted model: active only while its modules run, and aware of the running layer."""
+"""Interception mode of a converted model: on only while it runs, and aware of the layer.
+
+Covers parents that use a child's weight, graphs of torch.fx and torch.export, threads
+and interrupts.
+"""
 
 import copy
 import gc
@@ -7,24 +11,23 @@ import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    ForeignCheckpoint,
-    FunctionModule,
-    identical,
-    mode_of,
-    reported_operations,
-    running_ranges,
-)
+from helpers import FunctionModule, mode_of, normal, refused, reported_operations
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
+from torchvision.models.feature_extraction import create_feature_extractor
+from torchvision.models.swin_transformer import (
+    PatchMergingV2,
+    SwinTransformer,
+    SwinTransformerBlock,
+    SwinTransformerBlockV2,
+)
 
+import cpt_core as cpt
 from cpt_core.quantization.convert import (
     QuantConfig,
     layer_precisions,
@@ -32,28 +35,26 @@ from cpt_core.quantization.convert import (
     restore_,
 )
 from cpt_core.quantization.op_interception import QuantizedOpsMode
-from cpt_core.quantization.scheduler import precision
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.formats.tensor_rounding import quantize
 
 
-def modes_on():
+def active_modes():
     """Return how many modes of converted models are on in this thread."""
-    return sum(
-        isinstance(mode, QuantizedOpsMode)
-        for mode in _get_current_function_mode_stack()
-    )
+    modes = _get_current_function_mode_stack()
+    return sum(isinstance(mode, QuantizedOpsMode) for mode in modes)
 
 
 def layers_of(model, *inputs):
-    """Return the layer name of every operation of a forward pass, None for float32."""
+    """Return the layer of every operation of a forward pass, None for float32."""
     return [
         op.layer if op.precision is not None else None
         for op in reported_operations(model, *inputs)
     ]
 
 
-def stored(model):
-    """Return the model after saving and loading it."""
+def save_and_load(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -64,49 +65,54 @@ COPIES = {
     "the model": lambda m: m,
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": stored,
+    "torch.save": save_and_load,
 }
 
 
-# --- whose operation it is --------------------------------------------------------------------------------------------
+def two_layers(forward, **parts):
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    return FunctionModule(forward, **layers, **parts)
 
 
-class Past(nn.Module):
-    """Module that uses a child's weight without calling the child, as Swin's attention does."""
+# --- the layer of an operation ------------------------------------------------------
 
-    def __init__(self, in_list):
+
+class WeightUser(nn.Module):
+    """Module that uses a child's weight without calling the child, as Swin does."""
+
+    def __init__(self, is_in_list=False):
         super().__init__()
-        self.in_list, self.first = in_list, nn.Linear(4, 4)
-        self.inner = nn.ModuleList([nn.Linear(4, 4)]) if in_list else nn.Linear(4, 4)
+        self.is_in_list, self.first = is_in_list, nn.Linear(4, 4)
+        inner = nn.Linear(4, 4)
+        self.inner = nn.ModuleList([inner]) if is_in_list else inner
 
     def forward(self, x):
-        inner = self.inner[0] if self.in_list else self.inner
+        inner = self.inner[0] if self.is_in_list else self.inner
         return F.linear(self.first(x), inner.weight, inner.bias)
 
 
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize(("in_list", "name"), [(False, "1.inner"), (True, "1.inner.0")])
-def test_interception_assigns_parent_matmul_to_weight_owner(in_list, name, copied):
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize(
+    ("is_in_list", "name"), [(False, "1.inner"), (True, "1.inner.0")]
+)
+def test_parent_matmul_belongs_to_weight_owner(is_in_list, name, way):
     torch.manual_seed(0)
-    model, x = (
-        COPIES[copied](quantize_(nn.Sequential(nn.Linear(4, 4), Past(in_list)))),
-        torch.randn(8, 4),
-    )
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), WeightUser(is_in_list)))
+    model, x = COPIES[way](model), torch.randn(8, 4)
     layer = model.get_submodule(name)
     with precision(model, 2):
-        y = model[1](x)
         expected = F.linear(
             quantize(model[1].first(x), 2, "linear_input"),
             quantize(layer.weight, 2, "linear_weight"),
             quantize(layer.bias, 2, "bias"),
         )
-        assert torch.equal(y, expected)
+        assert torch.equal(model[1](x), expected)
         assert layers_of(model, x) == ["0", "1.first", name]
     assert layer.precision.running_input[2] > 0
     restore_(model)(x)
 
 
-class Own(nn.Module):
+class ParameterUser(nn.Module):
     """Module that multiplies by its parameter."""
 
     def __init__(self):
@@ -117,64 +123,60 @@ class Own(nn.Module):
         return x @ self.w
 
 
-def two(forward, **parts):
-    return FunctionModule(
-        forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **parts
-    )
-
-
-def tie(model):
+def tied_weights():
+    model = two_layers(lambda m, x: m.second(m.first(x)))
     model.second.weight = model.first.weight
     return model
 
 
-def in_a_hook(model):
+def user_hook():
+    model = two_layers(lambda m, x: m.first(x))
     model.first.register_forward_hook(lambda m, args, y: y @ m.weight)
     return model
 
 
-FOREIGN = nn.Parameter(torch.randn(4, 4))
-OWNERS = {  # what -> model, the layers of its operations
-    "tied weights": (
-        lambda: tie(two(lambda m, x: m.second(m.first(x)))),
-        ["first", "second"],
-    ),
+def weight_container():
+    part = nn.Module()
+    part.w = nn.Parameter(torch.randn(4, 4))
+    return FunctionModule(lambda m, x: x @ m.part.w, part=part)
+
+
+def parameter_list():
+    weights = nn.ParameterList([torch.ones(4, 4)])
+    return FunctionModule(lambda m, x: x @ m.weights[0], weights=weights)
+
+
+GLOBAL_WEIGHT = nn.Parameter(torch.randn(4, 4))
+OWNERS = {  # name -> model, layers of its operations
+    "tied weights": (tied_weights, ["first", "second"]),
     "tied weight, transposed": (
-        lambda: two(lambda m, x: m.first(x) @ m.first.weight),
+        lambda: two_layers(lambda m, x: m.first(x) @ m.first.weight),
         ["first", "first"],
     ),
     "slice of a weight": (
-        lambda: two(lambda m, x: F.linear(x, m.second.weight[:2])),
+        lambda: two_layers(lambda m, x: F.linear(x, m.second.weight[:2])),
         ["second"],
     ),
     "shared module": (
-        lambda: two(lambda m, x: m.first(m.first(x))),
+        lambda: two_layers(lambda m, x: m.first(m.first(x))),
         ["first", "first"],
     ),
-    "activations": (lambda: two(lambda m, x: m.first(x) @ x.mT), ["first", ""]),
+    "activations": (lambda: two_layers(lambda m, x: m.first(x) @ x.mT), ["first", ""]),
     "computed weight": (
-        lambda: two(lambda m, x: F.linear(x, 2 * m.first.weight)),
+        lambda: two_layers(lambda m, x: F.linear(x, 2 * m.first.weight)),
         [""],
     ),
-    "weight of nobody": (lambda: two(lambda m, x: F.linear(x, FOREIGN)), [""]),
-    "list of parameters": (
-        lambda: FunctionModule(
-            lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])
-        ),
+    "weight of no module": (
+        lambda: two_layers(lambda m, x: F.linear(x, GLOBAL_WEIGHT)),
         [""],
     ),
-    "container of a weight": (
-        lambda: FunctionModule(lambda m, x: x @ m.part.w, part=nn.Module()),
-        ["part"],
-    ),
+    "list of parameters": (parameter_list, [""]),
+    "container of a weight": (weight_container, ["part"]),
     "forward called directly": (
-        lambda: two(lambda m, x: m.first.forward(x)),
+        lambda: two_layers(lambda m, x: m.first.forward(x)),
         ["first"],
     ),
-    "hook of a user": (
-        lambda: in_a_hook(two(lambda m, x: m.first(x))),
-        ["first", "first"],
-    ),
+    "hook of a user": (user_hook, ["first", "first"]),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), [""]),
     "spectral norm": (
         lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
@@ -185,41 +187,126 @@ OWNERS = {  # what -> model, the layers of its operations
 
 
 @pytest.mark.parametrize("name", OWNERS)
-def test_interception_assigns_operation_to_weight_owner(name):
+def test_operation_belongs_to_weight_owner(name):
     make, expected = OWNERS[name]
-    model = make()
-    if name == "container of a weight":
-        model.part.w = nn.Parameter(torch.randn(4, 4))
-    quantize_(model)
+    model = quantize_(make())
     with precision(model, 4):
-        found = layers_of(model, torch.randn(3, 4))
-        assert layers_of(copy.deepcopy(model), torch.randn(3, 4)) == found
-    in_float32 = [layer for layer in found if layer is None]  # what computes a weight
-    assert [*in_float32, *expected] == found
-    assert not in_float32 or parametrize.is_parametrized(model)
+        layers = layers_of(model, torch.randn(3, 4))
+        assert layers_of(copy.deepcopy(model), torch.randn(3, 4)) == layers
+    # what computes a weight runs in float32
+    num_float32 = layers.count(None)
+    assert layers == [None] * num_float32 + expected
+    assert not num_float32 or parametrize.is_parametrized(model)
 
 
-@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize(
-    ("left_out", "layers"), [("first", [None, "inner"]), ("inner", ["first", None])]
+    ("excluded", "layers"), [("first", [None, "inner"]), ("inner", ["first", None])]
 )
-def test_interception_keeps_excluded_modules_in_float32(left_out, layers, copied):
-    """Keep an excluded module in float32 even if a quantised parent uses its weight."""
-    model, x = (
-        COPIES[copied](quantize_(Past(False), QuantConfig(float32=(left_out,)))),
-        torch.randn(5, 4),
-    )
+def test_excluded_module_stays_in_float32(excluded, layers, way):
+    """Cover an excluded module whose weight a quantised parent uses."""
+    model = COPIES[way](quantize_(WeightUser(), QuantConfig(float32=(excluded,))))
+    x = torch.randn(5, 4)
     with precision(model, 2):
         assert layers_of(model, x) == layers
-        layer = model.get_submodule(left_out)
+        layer = model.get_submodule(excluded)
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_functional_call_equals_module_call():
-    model, x = (
-        quantize_(two(lambda m, x: m.own(m.first(x)) @ m.second.weight, own=Own())),
-        torch.randn(3, 4),
+def swin(block=SwinTransformerBlock, **options):
+    torch.manual_seed(0)
+    sizes = [4, 4], 16, [1, 1], [2, 4], [4, 4]
+    return SwinTransformer(*sizes, num_classes=5, block=block, **options)
+
+
+def swin_v2():
+    return swin(SwinTransformerBlockV2, downsample_layer=PatchMergingV2)
+
+
+def attends():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return FunctionModule(lambda m, x: m.attention(x, x, x)[0], attention=attention)
+
+
+def uses_weight(child, multiply):
+    """Return a model that multiplies by the weight of a child it never calls."""
+    return FunctionModule(
+        lambda m, x: m.out(multiply(x, m.child.weight)),
+        child=child,
+        out=nn.Linear(8, 2),
     )
+
+
+CHILDREN = {  # name -> model, shape of inputs, end of selected names, their number
+    "Swin": (swin, (1, 3, 32, 32), "attn.qkv", 2),
+    "Swin v2": (swin_v2, (1, 3, 32, 32), "attn.proj", 2),
+    "multi-head attention": (attends, (2, 3, 8), "out_proj", 1),
+    "linear": (lambda: uses_weight(nn.Linear(8, 8), F.linear), (3, 8), "child", 1),
+    "matmul": (
+        lambda: uses_weight(nn.Linear(8, 8), lambda x, w: x @ w.t()),
+        (3, 8),
+        "child",
+        1,
+    ),
+    "convolution": (
+        lambda: uses_weight(nn.Conv1d(2, 2, 1), F.conv1d),
+        (3, 2, 8),
+        "child",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_filter_selects_children_used_by_parent(name):
+    make, shape, selected, num_layers = CHILDREN[name]
+    model, x = make().eval(), normal(*shape)
+    plain = copy.deepcopy(model)
+    quantize_(model, filter_fn=lambda module, path: path.endswith(selected))
+    names = list(layer_precisions(model))
+    assert len(names) == num_layers
+    with precision(model, 2), torch.no_grad():
+        model.train()(x)
+        model.eval()
+        operations = reported_operations(model, x)
+        assert not torch.allclose(plain(x), model(x), atol=1e-4)
+    quantized = [op for op in operations if op.precision is not None]
+    assert [op.layer for op in quantized] == names
+    report = cpt.check(model, (x,))
+    executed = [op for op in report.operations if op.quantized and not op.backward]
+    assert {op.layer for op in executed} == set(names)
+    costs = [
+        cpt.count_bitops(model, (x,), StaticSchedule(bits, 1), q_grad=bits).total
+        for bits in (2, 32)
+    ]
+    macs = sum(op.macs for op in quantized)
+    assert costs[1] - costs[0] == pytest.approx(3 * macs * (1 - 4 / 1024), rel=0.35)
+
+
+def test_check_names_child_with_computed_float32_weight():
+    def model():
+        return FunctionModule(
+            lambda m, x: m.out(F.linear(x, F.normalize(m.head.weight))),
+            head=nn.Linear(8, 8, bias=False),
+            out=nn.Linear(8, 2),
+        )
+
+    layers_only = quantize_(
+        model(), filter_fn=lambda module, path: isinstance(module, nn.Linear)
+    )
+    report = cpt.check(layers_only, (normal(3, 8),))
+    assert report.bypassed == ("head",)
+    assert "listed as quantised, but used in float32: head" in str(report)
+    assert cpt.check(quantize_(model()), (normal(3, 8),)).bypassed == ()
+
+
+def test_functional_call_equals_module_call():
+    model = quantize_(
+        two_layers(
+            lambda m, x: m.own(m.first(x)) @ m.second.weight, own=ParameterUser()
+        )
+    )
+    x = torch.randn(3, 4)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     with precision(model, 3, 8):
         expected, layers = model(x), layers_of(model, x)
@@ -228,47 +315,6 @@ def test_functional_call_equals_module_call():
             lambda m, x: torch.func.functional_call(m.model, values, (x,)), model=model
         )
         assert layers_of(around, x) == layers == ["first", "own", "second"]
-
-
-def test_interception_runs_later_added_module_in_float32():
-    model = quantize_(
-        FunctionModule(lambda m, x: m.late(m.first(x)), first=nn.Linear(4, 4))
-    )
-    model.late = nn.Linear(4, 4)
-    x = torch.randn(3, 4)
-    with precision(model, 2):
-        y = model(x)
-    assert y.isfinite().all()
-
-
-class Listed(nn.Module):
-    """Module that multiplies by weights of a ParameterList."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.held = nn.Linear(4, 4), nn.ParameterList([torch.randn(4, 4)])
-
-    def forward(self, x):
-        return self.layer(x).relu() @ self.held[0]
-
-
-GRAPHS = {
-    "plain": lambda model: model,
-    "fx": fx.symbolic_trace,
-    "export": lambda model: torch.export.export(model, (torch.ones(8, 4),)).module(),
-}
-
-
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_interception_quantizes_graph_modules(graph):
-    plain, x = Listed(), torch.randn(8, 4)
-    model = quantize_(GRAPHS[graph](copy.deepcopy(plain)))
-    copied = copy.deepcopy(model)
-    with precision(model, 3), precision(copied, 3):
-        assert torch.equal(copied(x), model(x))
-        assert not torch.equal(model(x), plain(x))
-        assert None not in layers_of(model, x)
-    assert torch.equal(restore_(copied)(x), plain(x))
 
 
 def test_copied_submodule_does_not_hold_the_model():
@@ -283,24 +329,244 @@ def test_copied_submodule_does_not_hold_the_model():
 
 
 def test_interception_frees_parameters_made_in_forward():
-    seen = []
+    references = []
 
     def forward(m, x):
-        made = nn.Parameter(torch.randn(4, 4))
-        seen.append(weakref.ref(made))
-        return F.linear(x, made)
+        weight = nn.Parameter(torch.randn(4, 4))
+        references.append(weakref.ref(weight))
+        return F.linear(x, weight)
 
-    model = quantize_(two(forward))
+    model = quantize_(two_layers(forward))
     with precision(model, 4):
         model(torch.randn(2, 4)).sum()
     gc.collect()
-    assert seen[0]() is None
+    assert references[0]() is None
 
 
-# --- when the mode is on ----------------------------------------------------------------------------------------------
+class LateMatmul(nn.Module):
+    """Module that gets a precision with its first matmul."""
+
+    def forward(self, x):
+        return x @ x.mT
 
 
-class Stopped(nn.Module):
+def test_schedule_patterns_must_cover_late_modules():
+    def model():
+        return quantize_(
+            nn.ModuleDict({"first": nn.Linear(6, 6), "late": LateMatmul()})
+        )
+
+    x, schedules = torch.randn(3, 6), {"first": StaticSchedule(3, 4)}
+    covered, uncovered = model(), model()
+    patterns = schedules | {"la*": StaticSchedule(5, 4)}
+    assert PrecisionScheduler(covered, patterns).get_last_bits() == [3, 5]
+    covered["late"](covered["first"](x))
+    PrecisionScheduler(uncovered, schedules)
+    refused("has no precision yet", uncovered["late"], x, error=RuntimeError)
+
+
+def test_scheduler_state_fits_late_modules():
+    """Load states from before and after the first matmul of a module."""
+
+    def model(*others):
+        torch.manual_seed(0)
+        return quantize_(nn.Sequential(nn.Linear(4, 4), LateMatmul(), *others))
+
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2)
+    first = model()
+    scheduler = PrecisionScheduler(first, schedule)
+    early = scheduler.state_dict()
+    assert list(early["layers"]) == list(layer_precisions(first)) == ["0"]
+    first(torch.randn(2, 4))
+    late = scheduler.state_dict()
+    assert list(late["layers"]) == list(layer_precisions(first)) == ["0", "1"]
+    scheduler.load_state_dict(early)
+    PrecisionScheduler(model(), schedule).load_state_dict(late)
+    other = PrecisionScheduler(model(nn.Linear(4, 4)), schedule)
+    refused("layers differ from the model's: 2", other.load_state_dict, late)
+
+
+# --- graphs -------------------------------------------------------------------------
+
+
+class ListUser(nn.Module):
+    """Module that multiplies by a weight of a ParameterList."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.weights = nn.ParameterList([torch.randn(4, 4)])
+
+    def forward(self, x):
+        return self.layer(x).relu() @ self.weights[0]
+
+
+GRAPHS = {
+    "plain": lambda model: model,
+    "fx": fx.symbolic_trace,
+    "export": lambda model: torch.export.export(model, (torch.ones(8, 4),)).module(),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_graph_module_is_quantized(graph):
+    plain, x = ListUser(), torch.randn(8, 4)
+    model = quantize_(GRAPHS[graph](copy.deepcopy(plain)))
+    copied = copy.deepcopy(model)
+    with precision(model, 3), precision(copied, 3):
+        assert torch.equal(copied(x), model(x))
+        assert not torch.equal(model(x), plain(x))
+        assert None not in layers_of(model, x)
+    assert torch.equal(restore_(copied)(x), plain(x))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class FirstElement(nn.Module):
+    """Module that returns the first element of a layer's output."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return torch.matmul(y, y.transpose(-1, -2))
+
+
+LAYERS = {  # name -> module all of whose matmuls are in layers of torch, its input
+    "Linear": (lambda: nn.Sequential(nn.Linear(8, 8)), (3, 8)),
+    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3)), (2, 2, 8)),
+    "ConvTranspose1d": (lambda: nn.Sequential(nn.ConvTranspose1d(2, 3, 3)), (2, 2, 8)),
+    "nested": (lambda: FirstElement(nn.Sequential(nn.Linear(8, 4))), (3, 8)),
+    "LSTM": (lambda: FirstElement(nn.LSTM(8, 4)), (3, 2, 8)),
+    "GRU": (lambda: FirstElement(nn.GRU(8, 4)), (3, 2, 8)),
+}
+CODE = {
+    "subclass": (lambda: nn.Sequential(Doubled(8, 8)), (3, 8)),
+    "code": (Scores, (2, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *CODE])
+def test_fx_graph_traced_before_conversion_is_quantized(name):
+    make, shape = {**LAYERS, **CODE}[name]
+    torch.manual_seed(0)
+    model, x = make(), normal(*shape)
+    traced = fx.symbolic_trace(copy.deepcopy(model))
+    with precision(quantize_(model), 3):
+        expected = model(x)
+    with precision(quantize_(traced), 3):
+        assert None not in layers_of(traced, x)
+        # the operation of a subclass is that of the graph, which is no nn.Linear
+        assert torch.equal(traced(x), expected) or name == "subclass"
+    with precision(traced, "float"):
+        assert not torch.allclose(traced(x), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *CODE])
+def test_fx_graph_traced_after_conversion_is_quantized_or_warns(name):
+    make, shape = {**LAYERS, **CODE}[name]
+    torch.manual_seed(0)
+    model, x = quantize_(make()), normal(*shape)
+    with precision(model, 3):
+        expected, traced = model(x), fx.symbolic_trace(model)
+    enter = precision(traced, 3).__enter__
+    if name == "subclass":
+        refused("the model has no quantised layers", enter)
+    elif name == "code":
+        message = "traced by torch.fx after quantize_"
+        with pytest.warns(cpt.QuantizationWarning, match=message):
+            enter()
+    else:
+        with precision(traced, 3):
+            assert torch.equal(traced(x), expected)
+
+
+@pytest.mark.parametrize("is_traced_first", [True, False])
+def test_feature_extractor_is_quantized(is_traced_first):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 1))
+    expected, x = quantize_(copy.deepcopy(model)), normal(2, 2, 8)
+    if not is_traced_first:
+        quantize_(model)
+    extractor = create_feature_extractor(model, ["1", "2"])
+    if is_traced_first:
+        quantize_(extractor)
+    with precision(expected, 3), precision(extractor, 3):
+        assert torch.equal(extractor(x)["2"], expected(x))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:FutureWarning",
+    "ignore:.*torch.jit:DeprecationWarning",
+    "ignore::torch.jit.TracerWarning",
+)
+def test_traced_and_exported_programs_equal_the_model():
+    model = quantize_(two_layers(lambda m, x: m.second(m.first(x) @ x.mT @ x))).eval()
+    x = torch.randn(3, 4)
+    with precision(model, 4), torch.no_grad():
+        expected = model(x)
+        with torch.inference_mode():
+            assert torch.equal(model(x), expected)
+        assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), expected)
+        exported = torch.export.export(model, (x,), strict=False).module()
+        assert torch.equal(exported(x), expected)
+        assert model.to("meta")(x.to("meta")).is_meta
+    assert active_modes() == 0
+
+
+# --- arguments by name --------------------------------------------------------------
+
+KEYWORDS = {  # layer -> shapes of its inputs by name
+    "Linear": (lambda: nn.Linear(4, 3), {"input": (2, 4)}),
+    "Conv2d": (
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        {"input": (1, 2, 5, 5)},
+    ),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(2, 3, 3), {"input": (1, 2, 5)}),
+    "Bilinear": (lambda: nn.Bilinear(4, 3, 5), {"input1": (2, 4), "input2": (2, 3)}),
+    "LSTM": (lambda: nn.LSTM(4, 3), {"input": (2, 1, 4)}),
+    "GRU": (lambda: nn.GRU(4, 3), {"input": (2, 1, 4), "hx": (1, 1, 3)}),
+    "RNNCell": (lambda: nn.RNNCell(4, 3), {"input": (2, 4), "hx": (2, 3)}),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(4, 2),
+        {"query": (2, 1, 4), "key": (3, 1, 4), "value": (3, 1, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_layer_accepts_keyword_arguments(name):
+    make, shapes = KEYWORDS[name]
+    layer = make()
+    model = quantize_(nn.Sequential(copy.deepcopy(layer)))
+    inputs = {argument: normal(*shape) for argument, shape in shapes.items()}
+    with precision(model, 3):
+        y = model[0](**inputs)
+        torch.testing.assert_close(y, model[0](*inputs.values()), atol=0, rtol=0)
+    plain = layer(**inputs)
+    if isinstance(y, tuple):
+        y, plain = y[0], plain[0]
+    assert not torch.allclose(y, plain, atol=1e-3)
+
+
+# --- when the mode is on ------------------------------------------------------------
+
+
+class Interruptible(nn.Module):
     """Module that calls a function between two layers."""
 
     def __init__(self, between):
@@ -326,29 +592,25 @@ def raising(error):
     "error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit]
 )
 def test_interception_ends_after_failed_forward(error):
-    model, x = quantize_(nn.Sequential(Stopped(raising(error)))), torch.randn(2, 4)
-    cell = nn.GRUCell(4, 4)
+    """Leave later functions alone, though after an interrupt the mode stays on."""
+    model, x = quantize_(nn.Sequential(Interruptible(raising(error)))), torch.ones(2, 4)
+    cell, w = nn.GRUCell(4, 4), nn.Parameter(torch.randn(4, 4))
     expected = cell(x)
-    with precision(model, 4), pytest.raises(error):
-        model(x)
     with precision(model, 4):
+        with pytest.raises(error):
+            model(x)
         assert torch.equal(cell(x), expected)
-    w = nn.Parameter(torch.randn(4, 4))
-    assert torch.equal(
-        F.linear(x, w), x @ w.detach().T
-    )  # after an interrupt the mode is on, and idle
+    assert torch.equal(F.linear(x, w), x @ w.detach().T)
     model[0].between = unchanged
     with precision(model, 4):
         assert layers_of(model, x) == ["0.first", "0.last"]
-    assert modes_on() == 0
+    assert active_modes() == 0
     assert not mode_of(model).running.stack
 
 
 def test_interception_ends_after_interrupts_of_two_models():
-    models, x = (
-        [quantize_(Stopped(raising(KeyboardInterrupt))) for _ in range(2)],
-        torch.ones(2, 4),
-    )
+    models = [quantize_(Interruptible(raising(KeyboardInterrupt))) for _ in range(2)]
+    x = torch.ones(2, 4)
     for model in models:
         with precision(model, 4), pytest.raises(KeyboardInterrupt):
             model(x)
@@ -356,56 +618,55 @@ def test_interception_ends_after_interrupts_of_two_models():
         model.between = unchanged
         with precision(model, 4):
             model(x)
-    assert modes_on() == 0
+    assert active_modes() == 0
 
 
 def test_interception_interrupt_keeps_user_modes():
-    model, x = quantize_(Stopped(raising(KeyboardInterrupt))), torch.ones(2, 4)
+    model, x = quantize_(Interruptible(raising(KeyboardInterrupt))), torch.ones(2, 4)
     with precision(model, 4):
         with pytest.raises(KeyboardInterrupt):
             model(x)
         model.between = unchanged
         with torch.device("meta"):
             model(x)
-            assert modes_on() == 0
+            assert active_modes() == 0
             assert torch.empty(1).is_meta
 
 
 def test_interception_survives_interrupt_caught_by_parent():
-    def caught(m, x):
+    def forward(m, x):
         with pytest.raises(KeyboardInterrupt):
             m.part(x)
         return m.first(x) @ x.mT
 
-    part = Stopped(raising(KeyboardInterrupt))
-    model = quantize_(FunctionModule(caught, part=part, first=nn.Linear(4, 4)))
+    part = Interruptible(raising(KeyboardInterrupt))
+    model = quantize_(FunctionModule(forward, part=part, first=nn.Linear(4, 4)))
     with precision(model, 4):
         assert layers_of(model, torch.randn(2, 4)) == ["part.first", "first", ""]
-    assert modes_on() == 0
+    assert active_modes() == 0
 
 
 def test_interception_ends_after_failing_user_hook():
-    model, x = quantize_(Stopped(unchanged)), torch.randn(2, 4)
+    model, x = quantize_(Interruptible(unchanged)), torch.randn(2, 4)
     handles = [
         model.last.register_forward_pre_hook(lambda *_: 1 / 0, prepend=True),
         model.last.register_forward_hook(lambda *_: 1 / 0),
     ]
     with precision(model, 4):
         for handle in handles:
-            with pytest.raises(ZeroDivisionError):
-                model(x)
+            refused("division by zero", model, x, error=ZeroDivisionError)
             handle.remove()
-            assert modes_on() == 0
+            assert active_modes() == 0
         assert layers_of(model, x) == ["first", "last"]
 
 
 def test_interception_of_nested_converted_models():
-    inner = quantize_(Stopped(unchanged))
-    seen = []
+    inner = quantize_(Interruptible(unchanged))
+    num_modes = []
 
     def run(m, x):
         y = inner(x)
-        seen.append(modes_on())
+        num_modes.append(active_modes())
         return y @ y.mT
 
     outer = quantize_(FunctionModule(run, first=nn.Linear(4, 4)))
@@ -413,8 +674,8 @@ def test_interception_of_nested_converted_models():
     with precision(inner, 4), precision(outer, 4):
         assert layers_of(outer, x) == [""]
         assert layers_of(inner, x) == ["first", "last"]
-    assert seen == [1]
-    assert modes_on() == 0
+    assert num_modes == [1]
+    assert active_modes() == 0
 
 
 def test_interception_of_recursive_model():
@@ -422,70 +683,64 @@ def test_interception_of_recursive_model():
         y = m.first(x)
         return m(y, depth - 1) @ y.mT if depth else y
 
-    model = quantize_(
-        FunctionModule(
-            lambda m, x, depth=2: forward(m, x, depth), first=nn.Linear(4, 4)
-        )
-    )
+    model = quantize_(FunctionModule(forward, first=nn.Linear(4, 4)))
     with precision(model, 4):
         assert layers_of(model, torch.randn(4, 4)) == ["first"] * 3 + ["", ""]
-    assert modes_on() == 0
+    assert active_modes() == 0
 
 
 def test_interception_ends_between_generator_steps():
-    def parts(m, x):
+    def forward(m, x):
         yield m.first(x)
         yield m.second(x)
 
-    model, x = quantize_(two(lambda m, x: parts(m, x))), torch.randn(2, 4)
+    model = quantize_(two_layers(forward))
     with precision(model, 4):
-        generator = model(x)
+        generator = model(torch.randn(2, 4))
         next(generator)
-        assert modes_on() == 0
+        assert active_modes() == 0
         next(generator)
         generator.close()
-        assert modes_on() == 0
+        assert active_modes() == 0
 
 
 def test_interception_of_concurrent_threads():
-    meeting = threading.Barrier(3, timeout=60)
+    barrier = threading.Barrier(3, timeout=60)
 
     def between(model, x):
-        meeting.wait()
+        barrier.wait()
         return x @ x.mT @ x
 
-    model, inputs = quantize_(Stopped(between)).eval(), torch.randn(3, 5, 4)
+    model, inputs = quantize_(Interruptible(between)).eval(), torch.randn(3, 5, 4)
 
     def run(x):
         with torch.no_grad():
             y = model(x)
-        return y, modes_on()
+        return y, active_modes()
 
     with precision(model, 3):
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(run, inputs))
-        meeting = threading.Barrier(1)
-        for x, (y, modes) in zip(inputs, found, strict=True):
+            results = list(pool.map(run, inputs))
+        barrier = threading.Barrier(1)
+        for x, (y, num_modes) in zip(inputs, results, strict=True):
             assert torch.equal(run(x)[0], y)
-            assert modes == 0
+            assert num_modes == 0
 
 
 def test_interception_of_data_parallel_replicas():
     model, x = quantize_(nn.Linear(4, 4)), torch.randn(3, 4)
     with precision(model, 3):
+        # as ``DataParallel`` makes them
         replica = model._replicate_for_data_parallel()
-        replica.weight, replica.bias = (
-            model.weight.detach().clone(),
-            model.bias.detach().clone(),
-        )
-        replica._former_parameters = {
-            "weight": replica.weight,
-            "bias": replica.bias,
-        }  # as ``DataParallel`` does
+        weights = {
+            name: p.detach().clone()
+            for name, p in model.named_parameters(recurse=False)
+        }
+        replica.weight, replica.bias = weights["weight"], weights["bias"]
+        replica._former_parameters = weights
         replica._modules["precision"] = model.precision._replicate_for_data_parallel()
-        vars(replica.precision).update(
-            {name: x.clone() for name, x in model.precision.ranges().items()}
-        )
+        ranges = {name: x.clone() for name, x in model.precision.ranges().items()}
+        vars(replica.precision).update(ranges)
         assert torch.equal(replica(x), model(x))
         assert float(replica.precision.running_input[2]) > 0
 
@@ -495,222 +750,8 @@ def test_interception_keeps_user_torch_function_modes():
         with torch.device("cpu"):
             return m.second(m.first(x)) + torch.zeros(4)
 
-    model, x = quantize_(two(forward)), torch.randn(2, 4)
+    model, x = quantize_(two_layers(forward)), torch.randn(2, 4)
     with precision(model, 4), torch.device("meta"):
         assert model(x).device.type == "cpu"
         assert torch.empty(1).is_meta
-        assert modes_on() == 0
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:FutureWarning",
-    "ignore:.*torch.jit:DeprecationWarning",
-    "ignore::torch.jit.TracerWarning",
-)
-def test_traced_and_exported_programs_equal_the_model():
-    model, x = (
-        quantize_(two(lambda m, x: m.second(m.first(x) @ x.mT @ x))).eval(),
-        torch.randn(3, 4),
-    )
-    with precision(model, 4), torch.no_grad():
-        expected = model(x)
-        with torch.inference_mode():
-            assert torch.equal(model(x), expected)
-        assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), expected)
-        assert torch.equal(
-            torch.export.export(model, (x,), strict=False).module()(x), expected
-        )
-        assert model.to("meta")(x.to("meta")).is_meta
-    assert modes_on() == 0
-
-
-# --- checkpoints and graphs -------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Self-attention, optionally with a checkpointed function."""
-
-    def __init__(self, fused=False):
-        super().__init__()
-        self.qkv, self.out, self.fused, self.how = (
-            nn.Linear(8, 24),
-            nn.Linear(8, 8),
-            fused,
-            HOW["none"],
-        )
-
-    def attend(self, q, k, v):
-        return (
-            F.scaled_dot_product_attention(q, k, v)
-            if self.fused
-            else (q @ k.mT).softmax(-1) @ v
-        )
-
-    def forward(self, x):
-        return self.out(self.how(self.attend, *self.qkv(x).chunk(3, -1)))
-
-
-HOW = {"none": lambda run, *xs: run(*xs), "own": ForeignCheckpoint.apply}
-HOW |= {f"torch's, {r}": partial(checkpoint, use_reentrant=r) for r in (False, True)}
-HOW["torch's, True in False"] = lambda run, *xs: HOW["torch's, False"](
-    partial(HOW["torch's, True"], run), *xs
-)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("how", [*HOW][1:])
-def test_checkpointed_function_is_quantized_on_recomputation(fused, how):
-    model, x = quantize_(Attention(fused)), torch.randn(2, 5, 8)
-    found = []
-    for way in ("none", how, how):
-        model.how = HOW[way]
-        model.zero_grad()
-        with precision(model, 3, 32):
-            y = model(x)
-            y.square().sum().backward()
-        found.append((y.detach(), model.qkv.weight.grad))
-    for y, gradient in found[1:]:
-        assert torch.equal(y, found[0][0])
-        assert torch.equal(gradient, found[0][1])
-    assert modes_on() == 0
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
-def test_checkpointed_module_equals_plain_module(whole, reentrant):
-    model, x, found = (
-        quantize_(nn.Sequential(Attention(), Attention())),
-        torch.randn(2, 5, 8, requires_grad=True),
-        [],
-    )
-    first, second = (model, nn.Identity()) if whole else model
-    for run in (
-        lambda module, x: module(x),
-        partial(checkpoint, use_reentrant=reentrant),
-    ):
-        with precision(model, 3, 32):
-            y = run(second, run(first, x))
-            y.square().sum().backward()
-        ranges = [x.clone() for x in running_ranges(model)]
-        found.append((y.detach(), x.grad, *ranges))
-        x.grad = None
-        for running in running_ranges(model):
-            running.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert modes_on() == 0
-
-
-class Keeps(torch.autograd.Function):
-    """Autograd function that calls a saved function in its backward pass, without a checkpoint."""
-
-    @staticmethod
-    def forward(ctx, x, w, back):
-        ctx.back = back
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, w = ctx.saved_tensors
-        assert ctx.back is torch.matmul
-        return ctx.back(gradient, w.t()), ctx.back(x.t(), gradient), None
-
-
-def test_interception_ignores_functions_saved_for_backward():
-    model = quantize_(
-        FunctionModule(
-            lambda m, x: Keeps.apply(x, m.w, torch.matmul),
-            w=nn.Parameter(torch.randn(4, 4)),
-        )
-    )
-    x = torch.randn(3, 4, requires_grad=True)
-    with precision(model, 2, 8):
-        model(x).sum().backward()
-    assert torch.equal(x.grad, torch.ones(3, 4) @ model.w.t())
-
-
-# --- compiled code ----------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Attention and a parameter, optionally with a graph break."""
-
-    def __init__(self, breaks):
-        super().__init__()
-        self.qkv, self.w, self.breaks = (
-            nn.Linear(8, 24),
-            nn.Parameter(torch.randn(8, 8)),
-            breaks,
-        )
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return F.layer_norm((q @ k.mT).softmax(-1) @ v @ self.w, (8,))
-
-
-class Blocks(nn.Module):
-    """Two blocks, a matmul of activations, and one with a child's weight."""
-
-    def __init__(self, breaks=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = Block(breaks), Block(breaks)
-
-    def forward(self, x):
-        y = self.second(self.first(x))
-        return F.linear(y @ y.mT @ x, self.second.qkv.weight)
-
-
-def step(model, run, size, bits):
-    """Return the output, the gradients and the layer state of a step."""
-    torch.manual_seed(size)
-    x = torch.randn(2, size, 8, requires_grad=True)
-    model.zero_grad()
-    with precision(model, bits, 4):
-        y = run(x)
-        y.cos().sum().backward()
-    states = (
-        value
-        for p in layer_precisions(model).values()
-        for value in p.get_running().values()
-    )
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *states]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # torch's own
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "what", ["model", "child", "model with breaks", "child with breaks"]
-)
-def test_compiled_code_is_quantized_once(what, backend):
-    """Quantise once, although the interception mode stays on in compiled code inside eager modules."""
-    torch._dynamo.reset()
-    eager, model = (quantize_(Blocks("breaks" in what)) for _ in range(2))
-    if "child" in what:
-        model.first.compile(backend=backend)
-        run = model
-    else:
-        run = torch.compile(model, backend=backend, fullgraph=what == "model")
-    for bits in (3, 5, 8):
-        expected, found = step(eager, eager, 5, bits), step(model, run, 5, bits)
-        assert identical(found, expected)
-    assert modes_on() == 0
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_compiled_model_has_one_graph_for_bits():
-    torch._dynamo.reset()
-    eager, model = quantize_(Blocks()), quantize_(Blocks())
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert identical(step(model, run, 5, 3), step(eager, eager, 5, 3))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for bits in (3, 8, 2):
-            expected, found = step(eager, eager, 5, bits), step(model, run, 5, bits)
-            assert identical(found, expected)
-    torch._dynamo.reset()
+        assert active_modes() == 0

@@ -6,13 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    NAN,
-    NEAREST,
-    FunctionModule,
-    identical,
-    reported_operations,
-)
+from helpers import NAN, NEAREST, FunctionModule, identical, reported_operations
 from operation_samples import OPERATIONS
 from torch import nn
 from torch.nn import functional as F
