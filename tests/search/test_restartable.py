@@ -125,11 +125,14 @@ def test_restartable_training_keeps_scheduler_attached(search):
     model, train_step, optimizer, _ = problem()
     quantize_(model)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=10, n_cycles=2)
-    cpt.PrecisionScheduler(model, schedule, optimizer=optimizer, eval_bits="q_max")
+    scheduler = cpt.PrecisionScheduler(
+        model, schedule, optimizer=optimizer, eval_bits="q_max"
+    )
     search(model, train_step, optimizer)
     for training, bits in ((True, 3), (False, 6)):
         model.train(training)
         for layer in layer_precisions(model).values():
+            assert layer.owning_scheduler is scheduler
             assert layer.bits == bits
             assert int(layer.num_steps) == 2**bits - 1
             assert layer.highest == (6, 6, 6, 6)

@@ -1,6 +1,7 @@
-"""Runs of notebooks by ``cpt reproduce``: caching, failures, interrupts, pages, hand-outs and submissions."""
+"""Runs of notebooks by ``cpt reproduce``: caching, failures, kernels, interrupts, pages and hand-outs."""
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -9,27 +10,35 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
-import pandas as pd
 import papermill
 import pytest
 from helpers import refused
+from nbclient.exceptions import CellTimeoutError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from book.notebooks import clean
 from cpt_lab.analysis import report
+from cpt_lab.analysis.style import subplots
 from cpt_lab.paths import results_dir
 from cpt_lab.resources import usable_cores
 from cpt_lab.sweeps.row_format import integrity
-from cpt_lessons import jupyter_kernel, notebook_progress
+from cpt_lessons import (
+    evidence_figures,
+    jupyter_kernel,
+    notebook_progress,
+    notebook_runs,
+)
 from cpt_lessons import notebooks as reproduce
 from cpt_lessons.notebook_progress import Place, Progress
 from cpt_lessons.notebook_runs import NotebookRun
-from cpt_lessons.notebooks import collected, copy_notebooks, estimate, notebooks
+from cpt_lessons.notebooks import copy_notebooks, estimate, notebooks
 
-pytestmark = pytest.mark.slow
+WHEEL = "cpt_core-{}-py3-none-any.whl".format
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
 @pytest.fixture
@@ -39,251 +48,348 @@ def place(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "glossary.md").write_text("# Glossary\n\n## BitOps\n\nBit operations.\n")
     monkeypatch.setattr(reproduce, "notebooks_dir", lambda: folder)
+    # sections of the paper take long, and notebooks from 09 on have none
+    monkeypatch.setattr(reproduce, "_committed_evidence", lambda: [])
+    # digests of the package and of committed rows take long
+    monkeypatch.setattr(notebook_runs, "ROOT", tmp_path)
+    monkeypatch.setattr(notebook_runs, "results_dir", lambda: tmp_path)
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
 
     def write(name, *code, **more):
-        lines = [
-            'scale = "smoke"',
-            "seeds = None",
-            *(f"{parameter} = {value}" for parameter, value in more.items()),
-        ]
+        lines = ['scale = "smoke"', "seeds = None"]
+        lines += [f"{parameter} = {value}" for parameter, value in more.items()]
         parameters = new_code_cell("\n".join(lines), metadata={"tags": ["parameters"]})
-        cells = [
-            new_markdown_cell("# Title"),
-            parameters,
-            *(new_code_cell(c) for c in code),
-        ]
-        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(
-            new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / name
-        )
+        cells = [new_markdown_cell("# Title"), parameters, *map(new_code_cell, code)]
+        book = new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
+        nbformat.write(book, folder / name)
+        return folder / name
 
     return write
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Run the last cell of a notebook without a kernel."""
+def without_kernel(monkeypatch):
+    """Run the last cell of a notebook in this process."""
 
     def execute(path, copy, values, place):
-        book, said = nbformat.read(path, as_version=4), io.StringIO()
-        place.enter(
-            len(book.cells), len(book.cells)
-        )  # with the cell of the parameters that papermill adds
-        with contextlib.redirect_stdout(said):
+        book, printed = nbformat.read(path, as_version=4), io.StringIO()
+        # papermill adds a cell of parameters
+        place.enter(len(book.cells), len(book.cells))
+        with contextlib.redirect_stdout(printed):
             exec(book.cells[-1].source, {"seeds": None, **values})
-        book.cells[-1].outputs = [new_output("stream", text=said.getvalue())]
+        book.cells[-1].outputs = [new_output("stream", text=printed.getvalue())]
         nbformat.write(book, copy)
 
     monkeypatch.setattr(jupyter_kernel, "execute", execute)
 
 
-def test_reproduce_runs_changed_notebooks_only(place, monkeypatch, capsys):
-    """Run changed notebooks in a kernel without network ports, and report progress."""
-    monkeypatch.setattr(notebook_progress, "PLAIN_LINE_SECONDS", 0.0)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    listens = "from ipykernel.connect import get_connection_info\nprint(get_connection_info())"
-    listens += "\nimport os\nprint('threads', os.environ['OMP_NUM_THREADS'])"
-    bar = "for _ in tqdm(range(2), desc='runs', mininterval=0): time.sleep(1.2)"
-    place(
-        "07_small.ipynb",
-        "print('scale is', scale, seeds)",
-        listens,
-        f"import time\nfrom tqdm.auto import tqdm\n{bar}",
-    )
-    outcomes, index = reproduce.reproduce("demo", parameters={"seeds": [3]})
-    assert [(o.name, o.status) for o in outcomes] == [("07_small (seeds=[3])", "done")]
-    page = outcomes[0].page.read_text()
-    assert "scale is demo [3]" in page
-    assert '"transport": "ipc"' in page
-    assert f"threads {max(1, usable_cores() // reproduce.AT_ONCE)}\n" in page
-    assert "0/2" not in page
-    said = capsys.readouterr().err.splitlines()
-    assert any(
-        re.search(r"07 small: training, \d of 2 runs done", line) for line in said
-    ), said
-    assert any(" min left" in line for line in said)
-    assert said[0] == "notebooks 0/1: 07_small starts"
-    assert said[-1].startswith("notebooks 1/1: 07_small done, ")
-    again, _ = reproduce.reproduce("demo", parameters={"seeds": [3]}, progress=False)
-    assert [o.status for o in again] == ["up to date"]
-    place("07_small.ipynb", "raise RuntimeError('<broken> here')")
-    changed, index = reproduce.reproduce(
-        "demo", parameters={"seeds": [3]}, progress=False
-    )
-    assert [(o.status, o.page) for o in changed] == [("failed", outcomes[0].page)]
-    assert index.name == "index.html"
-    assert "RuntimeError: &lt;broken&gt; here (cell 3)" in index.read_text()
+def run_one(**options):
+    """Return the outcome of the only notebook, and the text of the index."""
+    (outcome,), index = reproduce.reproduce("demo", progress=False, **options)
+    return outcome, index.read_text()
 
 
-def test_reproduce_failure_keeps_former_page(place, quick, tmp_path):
-    place("07_picky.ipynb", "print('fine')")
-    former = (tmp_path / "notebooks" / "07_picky.ipynb").read_bytes()
-    (good,), _ = reproduce.reproduce("demo", progress=False)
-    place("07_picky.ipynb", "raise ValueError('first\\nlast')")
-    for _ in range(2):
-        (bad,), index = reproduce.reproduce("demo", progress=False)
-        assert (bad.status, bad.error) == ("failed", "ValueError: first last (cell 3)")
-        assert bad.page == good.page
-        assert "fine" in good.page.read_text()
-        assert "This run failed: ValueError: first last" in bad.failed.read_text()
-        links = re.findall('href="([^#"]*)"', index.read_text())
-        assert (
-            links
-            == [good.page.name, bad.failed.name]
-            == ["07_picky.html", "07_picky.failed.html"]
-        )
-        assert "failed: ValueError: first last (cell 3)</a>" in index.read_text()
-    (tmp_path / "notebooks" / "07_picky.ipynb").write_bytes(
-        former
-    )  # the failure is over without a run
-    (again,), _ = reproduce.reproduce("demo", progress=False)
-    assert (again.status, again.page, again.failed) == ("up to date", good.page, None)
-    assert not bad.failed.exists()
-    place("07_picky.ipynb", "1 / 0")
-    reproduce.reproduce("demo", progress=False)
-    place("07_picky.ipynb", "print('new')")
-    (again,), index = reproduce.reproduce("demo", progress=False)
-    assert (again.status, again.failed, again.error) == ("done", None, "")
-    assert not bad.failed.exists()
-    assert "failed" not in index.read_text().split("</style>")[1]
-
-
-def test_reproduce_page_per_parameter_values(place, quick):
-    place("07_picky.ipynb", "assert seeds != [13]\nprint('seeds are', seeds)")
-    (good,), _ = reproduce.reproduce("demo", progress=False)
-    (bad,), _ = reproduce.reproduce("demo", parameters={"seeds": [13]}, progress=False)
-    (other,), _ = reproduce.reproduce("demo", parameters={"seeds": [4]}, progress=False)
-    (again,), index = reproduce.reproduce(
-        "demo", parameters={"seeds": None}, progress=False
-    )
-    assert [o.status for o in (good, bad, other, again)] == [
-        "done",
-        "failed",
-        "done",
-        "up to date",
-    ]
-    assert (bad.page, bad.changed_parameters, bad.error) == (
-        None,
-        "seeds=[13]",
-        "AssertionError (cell 3)",
-    )
-    assert (other.changed_parameters, again.changed_parameters) == ("seeds=[4]", "")
+def test_reproduce_runs_changed_notebooks_only(place, without_kernel, capsys):
+    """Cache pages by notebook and parameters; keep the page of the last good run beside that of a failure."""
+    path = place("10_picky.ipynb", "assert seeds != [13]\nprint('seeds are', seeds)")
+    former = path.read_bytes()
+    good, _ = run_one()
+    bad, _ = run_one(parameters={"seeds": [13]})
+    other, _ = run_one(parameters={"seeds": [4]})
+    again, index = run_one(parameters={"seeds": None})
+    outcomes = (good, bad, other, again)
+    statuses = ["done", "failed", "done", "up to date"]
+    assert [o.status for o in outcomes] == statuses
+    changes = ["", "seeds=[13]", "seeds=[4]", ""]
+    assert [o.changed_parameters for o in outcomes] == changes
+    assert (bad.page, bad.error) == (None, "AssertionError (cell 3)")
     assert good.page == again.page != other.page
     assert "seeds are None" in again.page.read_text()
     assert "seeds are [4]" in other.page.read_text()
-    page = index.read_text()
-    assert "07_picky (seeds=[13])" in page
-    assert all(
-        f'href="{shown.name}"' in page for shown in (again.page, other.page, bad.failed)
-    )
-    assert page.count("earlier</td>") == 2
+    assert "10_picky (seeds=[13])" in index
+    for page in (again.page, other.page, bad.failed):
+        assert f'href="{page.name}"' in index
+    assert index.count("earlier</td>") == 2
+
+    place("10_picky.ipynb", "raise ValueError('<first>\\nlast')")
+    for _ in range(2):
+        bad, index = run_one()
+        error = "ValueError: <first> last (cell 3)"
+        assert (bad.status, bad.error) == ("failed", error)
+        assert bad.page == good.page
+        assert "seeds are None" in good.page.read_text()
+        assert (
+            "This run failed: ValueError: &lt;first&gt; last" in bad.failed.read_text()
+        )
+        assert 'href="10_picky.failed.html"' in index
+        assert "failed: ValueError: &lt;first&gt; last (cell 3)</a>" in index
+    path.write_bytes(former)  # the failure is over without a run
+    again, _ = run_one()
+    assert (again.status, again.page, again.failed) == ("up to date", good.page, None)
+    assert not bad.failed.exists()
+    place("10_picky.ipynb", "1 / 0")
+    run_one()
+    place("10_picky.ipynb", "print('new')")
+    again, index = run_one()
+    assert (again.status, again.failed, again.error) == ("done", None, "")
+    assert not bad.failed.exists()
+    assert "10_picky.failed.html" not in index
+
+    capsys.readouterr()
+    reproduce.reproduce("demo", parameters={"seeds": [5]})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "notebooks 0/1: 10_picky starts"
+    assert lines[-1].startswith("notebooks 1/1: 10_picky done, ")
 
 
-def test_reproduce_reruns_when_user_data_changes(place, quick, tmp_path, monkeypatch):
+def test_reproduce_reruns_when_user_data_changes(
+    place, without_kernel, tmp_path, monkeypatch
+):
+    """Run again for other contents, times and files; try the data until there is an answer."""
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr(
-        "cpt_lab.tasks.base.read_all_data", lambda recipe: None
-    )  # the files are none
-    own = tmp_path / "my $frac$ graph"
-    own.mkdir()
-    (own / "edges.npy").write_bytes(b"one")
-    place("05_own.ipynb", "print('ran')", dataset="'digits-graph'")
+    # the files hold no data
+    monkeypatch.setattr("cpt_lab.tasks.base.read_all_data", lambda recipe: None)
+    graph = tmp_path / "my $frac$ graph"
+    graph.mkdir()
+    place("10_own.ipynb", "print('ran')", dataset="'digits-graph'")
     tried = []
     monkeypatch.setattr(
-        reproduce, "try_", lambda *data, **how: tried.append((*data, how))
+        reproduce, "try_", lambda *data, **options: tried.append((*data, options))
     )
 
-    def status():
-        (outcome,), _ = reproduce.reproduce(
-            "demo", "05", f"{own.name}/", progress=False
-        )
-        assert re.fullmatch(r"05_own\.[a-zA-Z0-9-]+", outcome.page.stem)
-        return outcome.status
+    def run():
+        outcome, index = run_one(number="10", dataset=f"{graph.name}/")
+        assert re.fullmatch(r"10_own\.[a-zA-Z0-9-]+", outcome.page.stem)
+        return outcome.status, index
 
-    assert [status(), status()] == ["done", "up to date"]
-    (own / "edges.npy").write_bytes(b"two")
-    assert [status(), status()] == ["done", "up to date"]
-    os.utime(own / "edges.npy", (1, 1))  # what has another time may be other data
-    assert [status(), status()] == ["done", "up to date"]
-    (own / "feat.npy").write_bytes(b"")
-    assert [status(), status()] == ["done", "up to date"]
-    assert (
-        tried == [(f"{own.name}/", {"scale": "demo", "minutes": 5})] * 8
-    )  # until there is an answer
+    for change in (
+        lambda: (graph / "edges.npy").write_bytes(b"one"),
+        lambda: (graph / "edges.npy").write_bytes(b"two"),
+        lambda: os.utime(graph / "edges.npy", (1, 1)),
+        lambda: (graph / "feat.npy").write_bytes(b""),
+    ):
+        change()
+        assert [run()[0], run()[0]] == ["done", "up to date"]
+    assert tried == [(f"{graph.name}/", {"scale": "demo", "minutes": 5})] * 8
+
     answer = reproduce.runs_dir() / "try" / "graph-gcn-demo" / "answer.txt"
     answer.parent.mkdir(parents=True)
     answer.with_name("figure.png").write_bytes(b"drawn")
-    for of, shown in (("another/", False), (f"{own.name}/", True)):
-        answer.write_text(f"{of}\n3 bits are enough\nBits: 3 do\n")
-        page = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)[
-            1
-        ].read_text()
-        assert (
-            ("3 bits are enough" in page)
-            == ('href="../../try/graph-gcn-demo/index.html"' in page)
-            == shown
-        )
-        assert ("../../try/graph-gcn-demo/figure.png" in page) == shown
-        assert len(tried) == 9
+    for data, is_shown in (("another/", False), (f"{graph.name}/", True)):
+        answer.write_text(f"{data}\n3 bits are enough\nBits: 3 do\n")
+        _, page = run()
+        for text in ("3 bits are enough", "index.html", "figure.png"):
+            if text.endswith(("html", "png")):
+                text = f"../../try/graph-gcn-demo/{text}"
+            assert (text in page) == is_shown
+    assert len(tried) == 9
 
 
-def test_reproduce_limits_cell_time_at_smoke_scale(place, monkeypatch, capfd):
-    assert set(jupyter_kernel.LIMIT) == {"smoke"}
-    monkeypatch.setattr(jupyter_kernel, "LIMIT", {"smoke": 1})
-    place("07_slow.ipynb", "import time", "time.sleep(60)")
-    outcomes, _ = reproduce.reproduce("smoke")
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert re.sub(r"\d+ s", "N s", said.err).splitlines() == [
-        "notebooks 0/1: 07_slow starts",
-        "notebooks 0/1: 07_slow: cell limit of N s exceeded (cell 4); it is tried once more",
-        "notebooks 1/1: 07_slow failed, N s: cell limit of N s exceeded (cell 4)",
-    ]
-    assert [(o.status, o.error) for o in outcomes] == [
-        ("failed", "cell limit of 1 s exceeded (cell 4)")
-    ]
+def test_reproduce_leaves_unchanged_index_alone(place, without_kernel, tmp_path):
+    place("10_picky.ipynb", "print('fine')")
+    run_one()
+    index = tmp_path / "runs" / "reproduce" / "demo" / "index.html"
+    index.write_text("left alone")
+    assert run_one()[1] == "left alone"
+    rows = tmp_path / "runs" / "demo" / "new.jsonl"
+    rows.parent.mkdir(exist_ok=True)
+    rows.write_text("")
+    assert ">Notebooks</h2>" in run_one()[1]
 
 
-def test_reproduce_retries_dead_kernel_once(place, tmp_path):
-    die = "import os, pathlib\ntries = pathlib.Path({!r})\nwith tries.open('a') as file:\n    file.write('x')"
-    once, always = tmp_path / "once", tmp_path / "always"
-    place(
-        "07_once.ipynb",
-        die.format(str(once)),
-        "if tries.read_text() == 'x': os.kill(os.getpid(), 9)",
-        "print('there')",
-    )
-    place("08_always.ipynb", die.format(str(always)), "os.kill(os.getpid(), 9)")
-    outcomes, index = reproduce.reproduce("demo", progress=False)
-    assert [o.status for o in outcomes] == ["done", "failed"]
-    assert (once.read_text(), always.read_text()) == ("xx", "xx")
-    assert outcomes[1].error.startswith("DeadKernelError")
-    assert "DeadKernelError" in index.read_text()
-    assert "there" in outcomes[0].page.read_text()
+@pytest.mark.slow
+def test_reproduce_report_shows_rows_and_glossary(tmp_path, monkeypatch):
+    with subplots(alt="evidence") as (figure, _):
+        figure.suptitle("No cycle is better")
+    monkeypatch.setattr(evidence_figures, "static_or_cycle", lambda: figure)
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    rows = (results_dir() / "image_digits.jsonl").read_text().splitlines()
+    store = tmp_path / "demo" / "image.jsonl"
+    store.parent.mkdir()
+    store.write_text("\n".join(row for row in rows if '"resnet8_w8"' in row))
+    index = reproduce._write_index(tmp_path, "demo", "", [], ["10"], is_final=False)
+    assert 'id="bitops"' in (tmp_path / "glossary.html").read_text(encoding="utf-8")
+    page = index.read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert page.index("No cycle is better") < page.index("resnet8_w8 on scikit-learn")
+    assert not re.search(r'"https?://(cdn|unpkg)', page)
 
 
-def test_reproduce_interrupt_stops_running_notebooks(
-    place, tmp_path, monkeypatch, capfd
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+TRAINING_CELL = """
+import time
+from cpt_extras.progress import progress_bar
+for _ in progress_bar('runs', range(2)): time.sleep(0.3)
+"""
+ENVIRONMENT_CELL = """
+import os
+from ipykernel.connect import get_connection_info
+print(scale, seeds, os.environ['OMP_NUM_THREADS'], get_connection_info())
+"""
+PARAMETERS_CELL = """
+from cpt_lessons.parameters import check_parameters
+P = check_parameters(scale=scale, seeds=seeds)
+"""
+
+
+@pytest.mark.slow
+def test_execute_runs_notebook_in_kernel(place, tmp_path, monkeypatch):
+    """Run without network ports, follow progress bars, and reject parameters that papermill accepts."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    shown = []
+
+    class WatchedPlace(Place):
+        def show(self, widget, text):
+            super().show(widget, text)
+            shown.append(str(self))
+
+    path = place("10_a.ipynb", ENVIRONMENT_CELL, TRAINING_CELL, PARAMETERS_CELL)
+    ran = tmp_path / "ran.ipynb"
+    values = {"scale": "demo", "seeds": [3], "scael": "demo"}
+    message = "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"
+    with pytest.raises(papermill.PapermillExecutionError, match=re.escape(message)):
+        jupyter_kernel.execute(path, ran, values, WatchedPlace("10_a"))
+    assert any(re.search(r"10 a: training, \d of 2 runs done", x) for x in shown)
+
+    book = nbformat.read(ran, as_version=4)
+    (environment,) = [c for c in book.cells if c.source == ENVIRONMENT_CELL]
+    printed = environment.outputs[0].text
+    num_threads = max(1, usable_cores() // reproduce.AT_ONCE)
+    assert printed.startswith(f"demo [3] {num_threads} ")
+    assert '"transport": "ipc"' in printed
+    (training,) = [c for c in book.cells if c.source == TRAINING_CELL]
+    (bar,) = training.outputs  # and nothing on stderr
+    assert bar.data["text/plain"].startswith("runs:")
+    assert "application/vnd.jupyter.widget-view+json" in bar.data
+    clean(book)
+    assert training.outputs == []
+
+
+@pytest.mark.slow
+def test_execute_retries_dead_kernel(place, tmp_path):
+    tries = tmp_path / "tries"
+    die_once = f"""
+import os, pathlib
+with pathlib.Path({str(tries)!r}).open('a') as file:
+    file.write('x')
+if pathlib.Path({str(tries)!r}).read_text() == 'x':
+    os.kill(os.getpid(), 9)
+"""
+    path, position = place("10_a.ipynb", die_once), Place("10_a")
+    jupyter_kernel.execute(path, None, {"scale": "demo"}, position)
+    assert tries.read_text() == "xx"
+    (message,) = position.messages
+    assert message.startswith("DeadKernelError")
+    assert message.endswith("(cell 3); it is tried once more")
+
+
+@pytest.mark.parametrize(
+    ("scale", "failures", "error"),
+    [
+        ("smoke", [CellTimeoutError("late")] * 2, "cell limit of 900 s exceeded"),
+        ("demo", [RuntimeError("lost.")] * 2, "RuntimeError: lost"),
+        ("demo", [RuntimeError("lost")], ""),
+    ],
+)
+def test_reproduce_retries_lost_kernel_once(
+    scale, failures, error, place, monkeypatch, capsys
 ):
-    for number in ("05", "06", "07"):
-        begin = f"import time, pathlib\npathlib.Path({str(tmp_path / f'began {number}')!r}).touch()\n"
-        place(f"{number}_long.ipynb", begin + "for _ in range(600): time.sleep(0.1)")
+    place("10_a.ipynb", "print(1)")
+    failures, limits = [*failures], []
 
-    def refresh(self):
-        if len(list(tmp_path.glob("began *"))) == reproduce.AT_ONCE:
-            raise KeyboardInterrupt
+    def run(path, copy, values, execution_timeout, **options):
+        limits.append(execution_timeout)
+        if failures:
+            raise failures.pop(0)
+        nbformat.write(nbformat.read(path, as_version=4), copy)
 
-    monkeypatch.setattr(Progress, "refresh", refresh)
-    with pytest.raises(KeyboardInterrupt):
-        reproduce.reproduce("demo", progress=False)
-    out, said = capfd.readouterr()
-    closed = "ERROR:tornado.general:Uncaught exception in ZMQStream callback"  # on a busy machine, of closed sockets
-    assert out == ""
-    assert said == "" or (said.startswith(closed) and "non-socket" in said)
-    folder = tmp_path / "runs" / "reproduce" / "demo"
-    assert list(folder.iterdir()) == []
-    assert sorted(p.name for p in tmp_path.glob("began *")) == ["began 05", "began 06"]
+    monkeypatch.setattr(papermill, "execute_notebook", run)
+    (outcome,), index = reproduce.reproduce(scale)
+    assert limits == [900 if scale == "smoke" else None] * 2
+    assert (outcome.status, outcome.error) == ("failed" if error else "done", error)
+    assert error in index.read_text()
+    first_error = error or "RuntimeError: lost"
+    lines = re.sub(r", \d+ s", ", N s", capsys.readouterr().err).splitlines()
+    end = f"failed, N s: {error}" if error else "done, N s"
+    assert lines[0] == "notebooks 0/1: 10_a starts"
+    assert lines[-2:] == [
+        f"notebooks 0/1: 10_a: {first_error}; it is tried once more",
+        f"notebooks 1/1: 10_a {end}",
+    ]
+
+
+REPRODUCE = """
+import pathlib
+from cpt_lab.commands import app
+from cpt_lessons import commands, notebooks
+notebooks.notebooks_dir = lambda: pathlib.Path({!r})
+notebooks._committed_evidence = list
+app(["reproduce", "--scale", "demo"])
+"""
+IGNORE_INTERRUPT = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+BEGIN = "import pathlib, time\npathlib.Path({!r}).touch()\ntime.sleep(300)"
+
+
+@pytest.mark.slow
+def test_reproduce_handles_interrupt_at_once(place, tmp_path):
+    """Interrupt one kernel, kill another that ignores it, and start no third."""
+    begun = [tmp_path / f"begun {number}" for number in (10, 11, 12)]
+    place("10_deaf.ipynb", IGNORE_INTERRUPT + BEGIN.format(str(begun[0])))
+    place("11_long.ipynb", BEGIN.format(str(begun[1])))
+    place("12_waits.ipynb", BEGIN.format(str(begun[2])))
+    code = REPRODUCE.format(str(tmp_path / "notebooks"))
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        ) as process,
+        contextlib.ExitStack() as cleanup,
+    ):
+        cleanup.callback(process.kill)
+        deadline = time.monotonic() + 240
+        while not (begun[0].exists() and begun[1].exists()):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        interrupt_time = time.monotonic()
+        lines = iter(process.stderr.readline, "")
+        answer = next(line for line in lines if line.startswith("stopping: "))
+        assert time.monotonic() - interrupt_time < 10  # a second on an idle machine
+        rest = process.stderr.read()
+        assert process.wait(60) == 130
+    assert "press Ctrl-C again to stop at once" in answer
+    assert time.monotonic() - interrupt_time < 60
+    assert "stopped; the same command goes on from here" in rest
+    assert not begun[2].exists()
+    assert not [*(tmp_path / "runs/reproduce/demo").glob("1*")]
+
+
+def test_stop_kills_kernels_at_second_interrupt(monkeypatch):
+    """Stop waiting at a second Ctrl-C; a signal delivered twice counts once."""
+    signals = []
+    clock = iter([0.0, 0.0, 0.1, 0.2, 0.9, 1.0, 1.1])
+    monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(
+        notebook_progress.os, "kill", lambda process, number: signals.append(number)
+    )
+
+    def interrupted(futures, timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "wait", interrupted)
+    running = Future()
+    running.set_running_or_notify_cancel()
+    waiting = Future()
+    reproduce._stop([running, waiting], [Place("03_a", kernel=1)])
+    assert signals == [signal.SIGINT, signal.SIGKILL]
+    assert waiting.cancelled()
+    assert next(clock) == 1.0
 
 
 def test_progress_time_left_follows_measured_pace(monkeypatch):
@@ -318,76 +424,7 @@ def test_place_names_notebook_and_activity():
     assert str(place) == "03 image classification: steps: 3/9"
 
 
-SLEEPS_THROUGH_SIGINT = """
-import pathlib, signal, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-pathlib.Path({!r}).touch()
-time.sleep(300)
-"""
-REPRODUCE = """
-import pathlib, sys
-from cpt_lab.commands import app
-from cpt_lessons import commands, notebooks
-notebooks.notebooks_dir = lambda: pathlib.Path({!r})
-app(["reproduce", "--scale", "demo"])
-"""
-
-
-def test_reproduce_handles_interrupt_at_once(place, tmp_path):
-    """Kill a kernel that ignores the interrupt."""
-    place("07_deaf.ipynb", SLEEPS_THROUGH_SIGINT.format(str(tmp_path / "began")))
-    place("08_waits.ipynb", f"import time\nprint({str(tmp_path)!r})\ntime.sleep(300)")
-    code = REPRODUCE.format(str(tmp_path / "notebooks"))
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        ) as process,
-        contextlib.ExitStack() as cleanup,
-    ):
-        cleanup.callback(process.kill)
-        deadline = time.monotonic() + 240
-        while not (tmp_path / "began").exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        asked = time.monotonic()
-        lines = iter(process.stderr.readline, "")
-        answer = next(line for line in lines if line.startswith("stopping: "))
-        answered = time.monotonic()
-        rest = process.stderr.read()
-        assert process.wait(60) == 130
-    assert "press Ctrl-C again to stop at once" in answer
-    assert answered - asked < 10  # a second, where nothing else runs
-    assert time.monotonic() - asked < 60
-    assert "stopped; the same command goes on from here" in rest
-
-
-def test_stop_kills_kernels_at_second_interrupt(monkeypatch):
-    """Stop waiting at a second Ctrl-C; a signal delivered twice counts once."""
-    signals = []
-    clock = iter([0.0, 0.0, 0.1, 0.2, 0.9, 1.0, 1.1])
-    monkeypatch.setattr(reproduce.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(
-        notebook_progress.os, "kill", lambda process, number: signals.append(number)
-    )
-
-    def interrupted(futures, timeout):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(reproduce, "wait", interrupted)
-    running = Future()
-    running.set_running_or_notify_cancel()
-    waiting = Future()
-    reproduce._stop([running, waiting], [Place("03_a", kernel=1)])
-    assert signals == [signal.SIGINT, signal.SIGKILL]
-    assert waiting.cancelled()
-    assert next(clock) == 1.0
+# --- copies, hand-outs and the first cell -----------------------------------------------------------------------------
 
 
 def test_copy_notebooks_includes_linked_files(tmp_path):
@@ -439,109 +476,65 @@ def test_notebooks_hand_out_has_no_solutions(tmp_path, command):
         ]
 
 
-def test_collected_tabulates_submissions(tmp_path, command):
-    def hand_in(name, *said):
-        write(
-            name,
-            new_code_cell(
-                outputs=[new_output("stream", text=f"{line}\n") for line in said]
-            ),
-        )
+@pytest.fixture
+def first_cell(tmp_path, monkeypatch):
+    """Return a function that runs a notebook's first cell in a folder with files; it returns the magics."""
+    monkeypatch.chdir(tmp_path)
 
-    def write(name, *cells):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        nbformat.write(new_notebook(cells=[*cells]), tmp_path / name)
+    def run(number, *files):
+        for name in files:
+            (tmp_path / name).touch()
+        magics, (path,) = [], notebooks(number)
+        cells = nbformat.read(path, as_version=4).cells
+        source = next(cell.source for cell in cells if cell.cell_type == "code")
+        shell = SimpleNamespace(run_line_magic=lambda *line: magics.append(line))
+        exec(source, {"get_ipython": lambda: shell})
+        return magics
 
-    hand_in(
-        "ada/03_images.ipynb",
-        "exercise 03.1: correct: yes\nexercise 03.2: not yet. 5 is wanted, of 2 it makes 7",
-    )
-    hand_in(
-        "ada/08.ipynb", "exercise 08.1: not attempted yet", "exercise 08.1: correct"
-    )
-    hand_in("ada/.ipynb_checkpoints/08.ipynb", "exercise 08.1: not yet")
-    hand_in("bo.ipynb", "exercise 03.1: not attempted yet")
-    hand_in("eve/empty.ipynb")
-    write(
-        "fay/03.ipynb",
-        *(new_code_cell(f'exercises.check("03.{i}", answer)') for i in (1, 2)),
-    )
-    out = tmp_path / "table.csv"
-    status, said, _ = command("collect", tmp_path, "--out", out)
-    table = pd.read_csv(out, index_col="student")
-    assert table.columns.tolist() == ["03.1", "03.2", "08.1"]
-    assert table.loc["ada"].tolist() == ["correct", "not yet", "correct"]
-    assert table.loc["bo"].tolist() == [
-        "not attempted",
-        "not handed in",
-        "not handed in",
-    ]
-    assert table.loc["eve"].tolist() == ["not handed in"] * 3
-    assert table.loc["fay"].tolist() == ["not run", "not run", "not handed in"]
-    assert (status, "not attempted" in said) == (0, True)
-    (tmp_path / "bo.ipynb").write_text("{")
-    with pytest.warns(UserWarning, match=r"bo\.ipynb cannot be read"):
-        table = collected(tmp_path)
-    assert (table.loc["ada"].iloc[0], table.loc["bo"].iloc[0]) == (
-        "correct",
-        "cannot be read",
-    )
-    refused(
-        r"there is no folder .*nobody",
-        collected,
-        tmp_path / "nobody",
-        error=FileNotFoundError,
-    )
-    refused(
-        r"no notebook below .* says anything of an exercise",
-        collected,
-        tmp_path / "eve",
+    return run
+
+
+@pytest.fixture
+def without_package(monkeypatch):
+    """Simulate an interpreter without the package."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *given: None if name == "cpt_core" else find_spec(name, *given),
     )
 
 
-def test_notebook_rejects_unknown_parameter(place, tmp_path):
-    """Reject parameters that papermill accepts, and remove progress bars from cleaned outputs."""
-    check = "from cpt_lessons.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)"
-    place(
-        "07_small.ipynb",
-        "from cpt_extras.progress import progress_bar\nfor _ in progress_bar('runs', range(2)): pass",
-        check,
-    )
-    message = "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"
-    with pytest.raises(papermill.PapermillExecutionError, match=re.escape(message)):
-        jupyter_kernel.execute(
-            tmp_path / "notebooks" / "07_small.ipynb",
-            tmp_path / "ran.ipynb",
-            {"scael": "demo"},
-        )
-    book = nbformat.read(tmp_path / "ran.ipynb", as_version=4)
-    (shown,) = [cell for cell in book.cells if "progress_bar('runs'" in cell.source]
-    (bar,) = shown.outputs  # and nothing on stderr
-    assert bar.data["text/plain"].startswith("runs:")
-    assert "application/vnd.jupyter.widget-view+json" in bar.data
-    clean(book)
-    assert shown.outputs == []
+@pytest.mark.parametrize(
+    ("number", "files", "wheel"),
+    [
+        ("00", [WHEEL("0.1.0")], f"./{WHEEL('0.1.0')}[lessons]"),
+        (
+            "04",
+            [WHEEL("0.1.0"), "other-1-py3-none-any.whl"],
+            f"./{WHEEL('0.1.0')}[lessons,vision]",
+        ),
+        ("06", [WHEEL("0.2.0")], f"./{WHEEL('0.2.0')}[lessons,text]"),
+    ],
+)
+def test_first_cell_installs_wheel_if_package_missing(
+    number, files, wheel, first_cell, without_package
+):
+    assert first_cell(number, *files) == [("pip", f"install -q '{wheel}'")]
 
 
-def test_reproduce_report_shows_rows_and_glossary(place, quick, tmp_path):
-    place("07_small.ipynb", "print(scale)")
-    store = tmp_path / "runs" / "demo" / "image.jsonl"
-    store.parent.mkdir(parents=True)
-    store.write_text((results_dir() / "image_digits.jsonl").read_text())
-    _, index = reproduce.reproduce("demo", progress=False)
-    assert 'id="bitops"' in (index.parent / "glossary.html").read_text(encoding="utf-8")
-    page = index.read_text()
-    assert (
-        page.count("data:image/png;base64,") == 4
-    )  # the answer, and the three experiments of the committed rows
-    assert "mlp6 on scikit-learn digits, 8 x 8, 600 steps, 4 cycles, q_min 4" in page
-    assert "resnet8_w8 on scikit-learn digits" in page
-    for text in (page, (index.parent / "07_small.html").read_text()):
-        assert not [
-            part
-            for part in text.split('"')
-            if part.startswith(("https://cdn", "http://cdn", "https://unpkg"))
-        ]
+@pytest.mark.parametrize("files", [[], [WHEEL("0.9.0"), WHEEL("0.10.0")]])
+def test_first_cell_without_one_wheel_explains(files, first_cell, without_package):
+    message = r"put one file cpt_core-\*\.whl here, beside this notebook"
+    with pytest.raises(AssertionError, match=message):
+        first_cell("00", *files)
+
+
+def test_first_cell_with_package_installs_no_wheel(first_cell):
+    assert first_cell("00", WHEEL("0.1.0")) == []
+
+
+# --- parameters, questions and answers --------------------------------------------------------------------------------
 
 
 def test_notebooks_are_numbered_and_have_estimates():
@@ -563,6 +556,7 @@ def test_reproduce_passes_dataset_to_notebooks_of_task(tmp_path, monkeypatch):
     for name in ("train.csv", "test.csv"):
         (tmp_path / "my-pairs" / name).touch()
     np.savez(tmp_path / "my.npz", edge_index=np.zeros((2, 1), int))
+    monkeypatch.setattr(reproduce, "_write_index", lambda *given: tmp_path)
     asked = {}
 
     def note(job, key, place):
@@ -692,20 +686,3 @@ def test_notebooks_state_question_and_summary(tmp_path):
         outcome = job.outcome("done")
         assert outcome.question.endswith("?"), path
         assert outcome.answer[0].isupper(), path
-
-
-def test_reproduce_leaves_unchanged_index_alone(place, quick, tmp_path, monkeypatch):
-    place("07_picky.ipynb", "print('fine')")
-    _, index = reproduce.reproduce("demo", progress=False)
-    page = index.read_text()
-    assert page.index("At equal cost no cycle beats static precision") < page.index(
-        ">Notebooks</h2>"
-    )
-    index.write_text("kept")
-    _, again = reproduce.reproduce("demo", progress=False)
-    assert again.read_text() == "kept"
-    rows = tmp_path / "runs" / "demo" / "new.jsonl"
-    rows.parent.mkdir(exist_ok=True)
-    rows.write_text("")
-    _, again = reproduce.reproduce("demo", progress=False)
-    assert ">Notebooks</h2>" in again.read_text()

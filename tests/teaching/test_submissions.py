@@ -1,4 +1,4 @@
-"""Submitted notebooks: each unreadable file is named, and the rest is still read."""
+"""Submitted notebooks: results of exercises, and unreadable files, which are named while the rest is read."""
 
 import json
 import os
@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from helpers import refused
 
 from cpt_lessons import submissions
 from cpt_lessons.notebooks import collected
 from cpt_lessons.submissions import read_submissions
 
-CHECK = {
-    "cell_type": "code",
-    "source": ['exercises.check("1.1", x)'],
-    "outputs": [{"text": ["exercise 1.1: correct\n"]}],
-}
+
+def check_cell(*printed, source="a"):
+    outputs = [{"text": [f"{line}\n"]} for line in printed]
+    return {"cell_type": "code", "source": source, "outputs": outputs}
+
+
+CHECK = check_cell("exercise 1.1: correct", source=['exercises.check("1.1", x)'])
 GOOD = json.dumps({"cells": [CHECK]})
 NO_NOTEBOOK, NO_LIST, NO_TEXT = (
     "no notebook, which has a list of cells",
@@ -100,6 +103,39 @@ def test_read_submissions_names_malformed_notebook(kind, handed_in, tmp_path):
     assert reason in sentence
     with pytest.warns(UserWarning, match="03.ipynb cannot be read"):
         assert collected(tmp_path / "class").equals(found.table)
+
+
+def test_collected_tabulates_submissions(tmp_path, command):
+    """Tabulate the last result of every exercise, of students in folders and files."""
+    right, wrong = "exercise 03.1: correct: yes", "exercise 03.2: not yet. 5 is wanted"
+    unrun = [check_cell(source=f'exercises.check("03.{i}", answer)') for i in (1, 2)]
+    handed_in = {
+        "ada/03_images.ipynb": [check_cell(f"{right}\n{wrong}")],
+        "ada/08.ipynb": [
+            check_cell("exercise 08.1: not attempted yet", "exercise 08.1: correct")
+        ],
+        "ada/.ipynb_checkpoints/08.ipynb": [check_cell("exercise 08.1: not yet")],
+        "bo.ipynb": [check_cell("exercise 03.1: not attempted yet")],
+        "eve/empty.ipynb": [],
+        "fay/03.ipynb": unrun,
+    }
+    for name, content in handed_in.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(json.dumps({"cells": content}))
+    status, out, _ = command("collect", tmp_path, "--out", tmp_path / "table.csv")
+    table = pd.read_csv(tmp_path / "table.csv", index_col="student")
+    assert (status, "not attempted" in out) == (0, True)
+    assert table.columns.tolist() == ["03.1", "03.2", "08.1"]
+    assert table.T.to_dict("list") == {
+        "ada": ["correct", "not yet", "correct"],
+        "bo": ["not attempted", "not handed in", "not handed in"],
+        "eve": ["not handed in"] * 3,
+        "fay": ["not run", "not run", "not handed in"],
+    }
+    missing, message = tmp_path / "nobody", r"there is no folder .*nobody"
+    refused(message, collected, missing, error=FileNotFoundError)
+    message = r"no notebook below .* says anything of an exercise"
+    refused(message, collected, tmp_path / "eve")
 
 
 def test_read_submissions_names_special_files_and_links(handed_in, tmp_path):
