@@ -402,16 +402,6 @@ def trained(tmp_path_factory):
     return train
 
 
-@pytest.fixture
-def group(tmp_path):
-    """Provide a process group of a single process."""
-    distributed.init_process_group(
-        "gloo", f"file://{tmp_path}/group", rank=0, world_size=1
-    )
-    yield
-    distributed.destroy_process_group()
-
-
 def is_same_run(net, plain, start=0):
     """Return whether a network has the bits, losses, weights and ranges of the plain loop from a step on."""
     passes, expected = ([p for p in n.passes if p.training] for n in (net, plain))

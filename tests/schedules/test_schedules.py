@@ -233,9 +233,8 @@ def test_schedule_properties_shares_and_cost(case, q_grad):
 PROFILES = (Linear(), Cosine(), Exponential(2.0), Rex(0.3), Warped("cosine", 0.75))
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
+def test_schedule_properties_of_every_kind():
+    schedules = [
         *(CyclicSchedule(p, 6, 8, 1600, 2, True, "vertical") for p in PROFILES),
         TableSchedule(((3, 2), (8, 3))),
         DeficitSchedule(3, 8, (), 10),
@@ -245,10 +244,9 @@ PROFILES = (Linear(), Cosine(), Exponential(2.0), Rex(0.3), Warped("cosine", 0.7
         DelayedSchedule(AdjustedSchedule(make(), [[3, 4]]), 17, 32),
         LayeredSchedule((*GROUPS, (("x",), DeficitSchedule(3, 8, ((2, 4),), 10), 5))),
         RoleSchedules(weight=make(), activation=8, gradient="float32"),
-    ],
-)
-def test_schedule_properties_of_every_kind(schedule):
-    check_properties(schedule)
+    ]
+    for schedule in schedules:
+        check_properties(schedule)
 
 
 def test_schedule_accepts_numpy_numbers():
