@@ -1,3 +1,5 @@
+"""Graphs: sums over neighbours against dense matrices, checks, cached results, sampled blocks."""
+
 import copy
 import pickle
 from types import SimpleNamespace
@@ -6,6 +8,8 @@ import dgl
 import pytest
 import torch
 from helpers import WITH_CUDA, OpRecorder, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpt_core.graphs.graph import Graph, as_graph
@@ -13,61 +17,61 @@ from cpt_lab.data.graph_batches import sample_blocks
 
 
 def random_edges(nodes=30, edges=200, seed=0):
-    return torch.randint(
-        0, nodes, (2, edges), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, nodes, (2, edges), generator=generator)
 
 
-def dense(source, destination, nodes):
-    matrix = torch.zeros(nodes, nodes, dtype=torch.float64)
-    return matrix.index_put(
-        (destination, source),
-        torch.ones(len(source), dtype=torch.float64),
-        accumulate=True,
-    )
+def triangle():
+    return Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
 
 
+def index_pointers(destination, num_dst):
+    counts = torch.bincount(destination, minlength=num_dst)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 30), st.integers(1, 50), st.integers(0, 200), st.integers(0, 99))
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=WITH_CUDA)])
-def test_graph_aggregate_matches_dense_matmul(device, reduce):
-    source, destination = random_edges()
-    destination[destination == 7] = 8  # a node without in-edges
-    graph = Graph.from_edges(source, destination, 30).to(device)
-    matrix = dense(source, destination, 30)
+def test_graph_aggregate_matches_dense_matmul(
+    device, reduce, num_dst, num_src, num_edges, seed
+):
+    """Sum over random edges, among them parallel ones, nodes without edges and graphs without edges."""
+    random = torch.Generator().manual_seed(seed)
+    destination = torch.randint(num_dst, (num_edges,), generator=random).sort().values
+    source = torch.randint(num_src, (num_edges,), generator=random)
+    graph = Graph(index_pointers(destination, num_dst), source, num_src).to(device)
+    matrix = torch.zeros(num_dst, num_src, dtype=torch.float64)
+    one = torch.ones(num_edges, dtype=torch.float64)
+    matrix.index_put_((destination, source), one, accumulate=True)
+    assert torch.equal(graph.in_degrees.cpu(), matrix.sum(1).float())
+    assert torch.equal(graph.out_degrees.cpu(), matrix.sum(0).float())
+    eye = torch.eye(num_dst, device=device)
+    assert torch.equal(graph.transposed.aggregate(eye).cpu(), matrix.T.float())
+    assert graph.transposed is graph.transposed
+
     if reduce == "mean":
         matrix /= matrix.sum(1, keepdim=True).clamp_min(1)
-    x, upstream = torch.randn(30, 5, requires_grad=True), torch.randn(30, 5)
+    x = torch.randn(num_src, 5, generator=random, requires_grad=True)
+    upstream = torch.randn(num_dst, 5, generator=random)
     y = graph.aggregate(x.to(device), reduce).cpu()
-    (found,) = torch.autograd.grad(y, x, upstream)
-    torch.testing.assert_close(y, (matrix @ x.double()).float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        found, (matrix.T @ upstream.double()).float(), rtol=1e-5, atol=1e-6
-    )
-    assert y[7].eq(0).all()
+    (gradient,) = torch.autograd.grad(y, x, upstream)
+    for found, expected in (
+        (y, matrix @ x.double()),
+        (gradient, matrix.T @ upstream.double()),
+    ):
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_graph_aggregate_sums_half_in_float32(dtype):
     """Sum half precision in float32, and return the type of the input."""
-    graph = Graph.from_edges(
-        torch.zeros(4096, dtype=torch.int64), torch.ones(4096, dtype=torch.int64), 2
-    )
+    ones = torch.ones(4096, dtype=torch.int64)
+    graph = Graph.from_edges(0 * ones, ones, 2)
     y = graph.aggregate(torch.ones(2, 1, dtype=dtype))
     assert y.dtype == dtype
     assert y[1].item() == 4096  # bfloat16 alone would stop at 256
-
-
-def test_graph_handles_parallel_and_missing_edges():
-    graph = Graph.from_edges(torch.tensor([0, 0, 1]), torch.tensor([1, 1, 1]), 2)
-    assert graph.aggregate(torch.tensor([[1.0], [10.0]])).tolist() == [[0.0], [12.0]]
-    assert graph.in_degrees.tolist() == [0, 3]
-    assert graph.out_degrees.tolist() == [2, 1]
-    graph = Graph(torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
-    x = torch.ones(3, 2, requires_grad=True)
-    y = graph.aggregate(x, "mean")
-    y.sum().backward()
-    assert y.eq(0).all()
-    assert x.grad.eq(0).all()
 
 
 def test_as_graph_converts_dgl_graphs():
@@ -75,123 +79,73 @@ def test_as_graph_converts_dgl_graphs():
     g = dgl.graph((source, destination), num_nodes=30)
     graph = as_graph(g)
     assert as_graph(graph) is graph
-    x, weights = torch.randn(30, 3, requires_grad=True), torch.randn(30, 3)
-    ours, theirs = graph.aggregate(x), dgl.ops.copy_u_sum(g, x)
-    assert torch.equal(ours, theirs)
-    ((gradient,), (expected,)) = (
-        torch.autograd.grad((y * weights).sum(), x) for y in (ours, theirs)
-    )
-    assert torch.equal(gradient, expected)
+    x, upstream = torch.randn(30, 3, requires_grad=True), torch.randn(30, 3)
+    sums = graph.aggregate(x), dgl.ops.copy_u_sum(g, x)
+    assert torch.equal(*sums)
+    gradients = [torch.autograd.grad(y, x, upstream)[0] for y in sums]
+    assert torch.equal(*gradients)
     block = dgl.to_block(dgl.in_subgraph(g, torch.tensor([3, 4])), torch.tensor([3, 4]))
-    small = as_graph(block)
-    assert (small.num_src, small.num_dst) == (block.num_src_nodes(), 2)
-    assert (small.transposed.num_src, small.transposed.num_dst) == (
-        2,
-        block.num_src_nodes(),
-    )
-    refused(
-        "graph must be a Graph or a DGLGraph, got Tensor",
-        as_graph,
-        torch.eye(3),
-        error=TypeError,
-    )
+    small, sources = as_graph(block), block.num_src_nodes()
+    assert (small.num_src, small.num_dst) == (sources, 2)
+    assert (small.transposed.num_src, small.transposed.num_dst) == (2, sources)
+    message = "graph must be a Graph or a DGLGraph, got Tensor"
+    refused(message, as_graph, torch.eye(3), error=TypeError)
 
 
 def test_graph_from_pyg_rejects_edge_weights():
     """Accept objects with the attributes of PyTorch Geometric's ``Data``, without edge weights."""
-    edges = random_edges()
-    data, x = SimpleNamespace(edge_index=edges, num_nodes=30), torch.randn(30, 3)
-    assert torch.equal(
-        Graph.from_pyg(data).aggregate(x), Graph.from_edges(*edges, 30).aggregate(x)
-    )
+    edge_index = random_edges()
+    data, x = SimpleNamespace(edge_index=edge_index, num_nodes=30), torch.randn(30, 3)
+    graphs = Graph.from_pyg(data), Graph.from_edges(*edge_index, 30)
+    assert torch.equal(*(graph.aggregate(x) for graph in graphs))
     weighted = SimpleNamespace(**vars(data), edge_weight=torch.ones(200))
     refused("and no edge_weight, got a Tensor and a Tensor", Graph.from_pyg, weighted)
     for bad in (
         SimpleNamespace(num_nodes=3),
-        SimpleNamespace(edge_index=edges.t(), num_nodes=30),
+        SimpleNamespace(edge_index=edge_index.t(), num_nodes=30),
     ):
-        refused(
-            r"data must have an edge_index, a tensor \(2, E\), and no ",
-            Graph.from_pyg,
-            bad,
-        )
+        message = r"data must have an edge_index, a tensor \(2, E\), and no "
+        refused(message, Graph.from_pyg, bad)
+
+
+def edges(source, destination, nodes):
+    return Graph.from_edges(torch.tensor(source), torch.tensor(destination), nodes)
+
+
+def csr(indptr, indices, dtype=torch.int64):
+    return Graph(torch.tensor(indptr, dtype=dtype), torch.tensor(indices))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("call", "arguments", "message"),
     [
-        (
-            lambda: Graph.from_edges(torch.tensor([0]), torch.tensor([5]), 3),
-            r"nodes 0\.\.2, got 5",
-        ),
-        (
-            lambda: Graph.from_edges(torch.tensor([5]), torch.tensor([0]), 3),
-            r"nodes 0\.\.2, got 5",
-        ),
-        (
-            lambda: Graph.from_edges(torch.tensor([2**32]), torch.tensor([0]), 3),
-            r"nodes 0\.\.2, got 4294967296",
-        ),
-        (
-            lambda: Graph.from_edges(torch.tensor([-1]), torch.tensor([0]), 3),
-            r"nodes 0\.\.2, got -1",
-        ),
-        (
-            lambda: Graph(torch.tensor([0, 3]), torch.tensor([0])),
-            "indptr must go from 0 to the number of edges, 1",
-        ),
-        (
-            lambda: Graph(torch.tensor([0], dtype=torch.int64)[:0], torch.tensor([0])),
-            "indptr must go from 0 to the",
-        ),
-        (
-            lambda: triangle().aggregate(torch.ones(2, 1)),
-            r"must be \(3, F\).*got \(2, 1\)",
-        ),
-        (
-            lambda: triangle().aggregate(torch.ones(3, 1, dtype=torch.int64)),
-            r"floating point, got torch.int64",
-        ),
-        (
-            lambda: triangle().aggregate(torch.ones(3, 1), "max"),
-            "unknown reduce 'max'; choose from sum, mean",
-        ),
-        (
-            lambda: triangle().set_constant(torch.ones(3, 1, requires_grad=True)),
-            "cannot require a gradient",
-        ),
-        (
-            lambda: Graph(torch.tensor([0, 5, 2]), torch.tensor([0, 1])),
-            "ascend, at node 1 it goes from 5 to 2",
-        ),
-        (
-            lambda: Graph(torch.tensor([0, -3, 2]), torch.tensor([0, 1])),
-            "indptr must ascend, at node 0 .* to -3",
-        ),
-        (
-            lambda: Graph(torch.tensor([0, 1]).int(), torch.tensor([0])),
-            "of int32 or int64 .* got torch.int32",
-        ),
-        (
-            lambda: Graph(torch.tensor([0.0, 1]), torch.tensor([0.0])),
-            "of int32 or int64 .* got torch.float32",
-        ),
-        (
-            lambda: Graph(torch.tensor([0, 1]), torch.tensor([[0]])),
-            r"indices must be \(n,\), .* \(1, 1\)",
-        ),
-        (
-            lambda: Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1]), 2),
-            r"an entry per edge, got \(2,\) and",
-        ),
+        (edges, ([0], [5], 3), r"nodes 0\.\.2, got 5"),
+        (edges, ([5], [0], 3), r"nodes 0\.\.2, got 5"),
+        (edges, ([2**32], [0], 3), r"nodes 0\.\.2, got 4294967296"),
+        (edges, ([-1], [0], 3), r"nodes 0\.\.2, got -1"),
+        (edges, ([0, 1], [1], 2), r"an entry per edge, got \(2,\) and"),
+        (csr, ([0, 3], [0]), "indptr must go from 0 to the number of edges, 1"),
+        (csr, ([], [0]), "indptr must go from 0 to the"),
+        (csr, ([0, 5, 2], [0, 1]), "ascend, at node 1 it goes from 5 to 2"),
+        (csr, ([0, -3, 2], [0, 1]), "indptr must ascend, at node 0 .* to -3"),
+        (csr, ([0, 1], [0], torch.int32), "of int32 or int64 .* got torch.int32"),
+        (csr, ([0, 1], [0.0], torch.float32), "int32 or int64 .* got torch.float32"),
+        (csr, ([0, 1], [[0]]), r"indices must be \(n,\), .* \(1, 1\)"),
     ],
 )
-def test_graph_rejects_invalid_edges(make, message):
-    refused(message, make)
+def test_graph_rejects_invalid_edges(call, arguments, message):
+    refused(message, call, *arguments)
 
 
-def triangle():
-    return Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
+def test_graph_rejects_invalid_features():
+    graph, ones = triangle(), torch.ones(3, 1)
+    for call, arguments, message in (
+        (graph.aggregate, (ones[:2],), r"must be \(3, F\).*got \(2, 1\)"),
+        (graph.aggregate, (ones.long(),), r"floating point, got torch.int64"),
+        (graph.aggregate, (ones, "max"), "unknown reduce 'max'; choose from sum, mean"),
+        (graph.set_constant, (ones.requires_grad_(),), "cannot require a gradient"),
+    ):
+        refused(message, call, *arguments)
 
 
 def test_graph_sum_is_one_traced_operator():
@@ -243,27 +197,6 @@ def test_graph_caches_derived_tables():
     x.add_(1)  # changed in place after all
     assert graph.keep(table, "twice", lambda: "no longer kept") == "no longer kept"
     assert torch.equal(kept()[1], 2 * graph.aggregate(x))
-
-
-@pytest.mark.parametrize("sources", [30, 50])
-def test_graph_transposed_reverses_edges(sources):
-    drawn = torch.Generator().manual_seed(0)
-    destination, source = (
-        torch.randint(30, (99,), generator=drawn).sort().values,
-        torch.randint(sources, (99,)),
-    )
-    indptr = torch.cat(
-        [
-            torch.zeros(1, dtype=torch.int64),
-            torch.bincount(destination, minlength=30).cumsum(0),
-        ]
-    )
-    graph = Graph(indptr, source, sources)
-    back, matrix = graph.transposed, torch.zeros(30, sources)
-    matrix.index_put_((destination, source), torch.ones(99), accumulate=True)
-    assert graph.transposed is back
-    assert (back.num_src, back.num_dst) == (30, sources)
-    assert torch.equal(back.aggregate(torch.eye(30)), matrix.T)
 
 
 # --- sampling -------------------------------------------------------------------------------------
