@@ -28,7 +28,7 @@ TOKENS = {"train_tokens": 500, "valid_tokens": 100, "test_tokens": 100}
 ONE_IMAGE = {"valid_images": 1, "test_images": 1}
 TINY = {
     "digits": {"model": "resnet8_w8", "crop": 1, "train_images": 100},
-    "digit-scenes": {"flip": True, "train_images": 4} | ONE_IMAGE,
+    "digit-scenes": {"flip": True, "train_images": 8} | ONE_IMAGE,
     "digits-graph": {"model": "sage", "dropout": 0.1},
     "templates": {"padding": "longest", "dropout": 0.1, "hidden": 16, "layers": 1}
     | PAIRS,
