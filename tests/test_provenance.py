@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import warnings
 
 import pytest
@@ -12,7 +13,9 @@ from cpt_extras import cpu_info
 from cpt_lab import provenance
 from cpt_lab.resources import MachineWarning
 
-TEXT = """processor	: 0
+# --- machine --------------------------------------------------------------------------------------
+
+CPU_INFO = """processor	: 0
 vendor_id	: GenuineIntel
 cpu family	: 6
 model		: 207
@@ -26,7 +29,7 @@ model		: 999
 
 
 def test_cpu_has_model_and_wide_instructions(tmp_path, monkeypatch):
-    (tmp_path / "cpuinfo").write_text(TEXT)
+    (tmp_path / "cpuinfo").write_text(CPU_INFO)
     monkeypatch.setattr(cpu_info, "CPU_INFO", tmp_path / "cpuinfo")
     assert cpu_info.cpu() == {
         "cpu": "Some Processor, cpu family 6, model 207, stepping 2",
@@ -53,44 +56,48 @@ def test_machine_has_threads_switches_and_libraries(monkeypatch):
 
 
 def test_versions_cover_imported_libraries(monkeypatch):
-    found = provenance.versions()
-    assert (
-        found["torch"] == torch.__version__.partition("+")[0]
-        or found["torch"] == torch.__version__
-    )
     monkeypatch.setitem(provenance.LIBRARIES, "pretended", "torch")
     monkeypatch.setitem(provenance.LIBRARIES, "absent", "no_such_module")
     found = provenance.versions()
+    full = torch.__version__
+    assert found["torch"] in (full, full.partition("+")[0])
     assert found["pretended"] == "not installed"
     assert "absent" not in found
 
 
+# --- commit ---------------------------------------------------------------------------------------
+
+
 def git(folder, *words):
     """Run git in a folder, without repository variables of this test's environment."""
-    given = {
-        name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+    plain = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
+    settings = {
+        "user.name": "x",
+        "user.email": "x@x",
+        "protocol.file.allow": "always",
+        "safe.directory": "*",
     }
-    identity = (
-        "-c",
-        "user.name=x",
-        "-c",
-        "user.email=x@x",
-        "-c",
-        "protocol.file.allow=always",
-    )
-    return run_command(
-        "git", "-c", "safe.directory=*", *identity, "-C", folder, *words, env=given
-    ).strip()
+    options = [part for item in settings.items() for part in ("-c", "=".join(item))]
+    return run_command("git", *options, "-C", folder, *words, env=plain).strip()
 
 
-def repository(folder, text="one"):
-    """Make a repository with one commit; return its name."""
+def make_repository(folder):
+    """Make a repository with one commit of all files and a new one; return its name."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").write_text(folder.name)
     git(folder, "init", "-q")
-    (folder / "file").write_text(text)
     git(folder, "add", ".")
-    git(folder, "commit", "-qm", text)
+    git(folder, "commit", "-qm", folder.name)
     return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Make a repository, and pretend that it is the checkout."""
+    folder = tmp_path / "checkout"
+    make_repository(folder)
+    monkeypatch.setattr(provenance, "CHECKOUT", folder)
+    return folder
 
 
 def as_repository(folder, monkeypatch):
@@ -103,9 +110,10 @@ def as_worktree(folder, monkeypatch):
 
 
 def as_submodule(folder, monkeypatch):
-    repository(folder.parent / "above", "another")
-    git(folder.parent / "above", "submodule", "--quiet", "add", folder, "inner")
-    return folder.parent / "above" / "inner"
+    above = folder.parent / "above"
+    make_repository(above)
+    git(above, "submodule", "--quiet", "add", folder, "inner")
+    return above / "inner"
 
 
 def as_somebody_else(folder, monkeypatch):
@@ -118,17 +126,15 @@ def as_somebody_else(folder, monkeypatch):
 
 def in_a_hook(folder, monkeypatch):
     """Set the repository variables that git gives its hooks and aliases."""
-    repository(folder.parent / "another", "another")
-    for name, value in {
-        "GIT_DIR": ".git",
-        "GIT_WORK_TREE": "",
-        "GIT_INDEX_FILE": ".git/index",
-    }.items():
-        monkeypatch.setenv(name, str(folder.parent / "another" / value))
+    other = folder.parent / "other"
+    make_repository(other)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
     return folder
 
 
-def with_settings(folder, monkeypatch):
+def with_damaged_settings(folder, monkeypatch):
     """Set a home that belongs to a different user or is damaged."""
     monkeypatch.setenv("HOME", str(folder.parent))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
@@ -144,21 +150,21 @@ def with_ceiling(folder, monkeypatch):
     return folder
 
 
-KINDS = [
-    as_repository,
-    as_worktree,
-    as_submodule,
-    as_somebody_else,
-    in_a_hook,
-    with_settings,
-    with_ceiling,
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_find_commit_of_checkout(kind, tmp_path, monkeypatch):
-    name = repository(tmp_path / "checkout")
-    folder = kind(tmp_path / "checkout", monkeypatch)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        as_repository,
+        as_worktree,
+        as_submodule,
+        as_somebody_else,
+        in_a_hook,
+        with_damaged_settings,
+        with_ceiling,
+    ],
+)
+def test_find_commit_of_checkout(kind, checkout, monkeypatch):
+    name = git(checkout, "rev-parse", "HEAD")
+    folder = kind(checkout, monkeypatch)
     monkeypatch.setattr(provenance, "CHECKOUT", folder)
     assert provenance.find_commit() == (name, False, "")
     assert provenance.commit() == {"commit": name, "dirty": False}
@@ -167,14 +173,14 @@ def test_find_commit_of_checkout(kind, tmp_path, monkeypatch):
 
 
 def no_repository(folder, monkeypatch):
-    (folder / ".git").rename(folder / "git")
+    shutil.rmtree(folder / ".git")
 
 
 def empty_repository(folder, monkeypatch):
     """Create it inside an unrelated repository."""
     no_repository(folder, monkeypatch)
     (folder / ".git").mkdir()
-    repository(folder.parent, "another")
+    make_repository(folder.parent)
 
 
 def lost_worktree(folder, monkeypatch):
@@ -201,39 +207,30 @@ def without_commits(folder, monkeypatch):
         (without_commits, "git cannot read .*HEAD"),
     ],
 )
-def test_find_commit_gives_reason_without_commit(kind, reason, tmp_path, monkeypatch):
-    repository(tmp_path / "checkout")
-    kind(tmp_path / "checkout", monkeypatch)
-    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path / "checkout")
+def test_find_commit_gives_reason_without_commit(kind, reason, checkout, monkeypatch):
+    kind(checkout, monkeypatch)
     found = provenance.find_commit()
-    assert found[:2] == (None, None)
+    assert (found.name, found.dirty) == (None, None)
     assert re.search(reason, found.reason), found.reason
     monkeypatch.setattr(provenance, "_has_warned_of_commit", False)
-    with pytest.warns(
-        MachineWarning, match=r"rows name no commit \(null\): .*cpt doctor"
-    ):
+    message = r"rows name no commit \(null\): .*cpt doctor"
+    with pytest.warns(MachineWarning, match=message):
         assert provenance.commit() == {"commit": None, "dirty": None}
     with warnings.catch_warnings(action="error"):
         provenance.commit()
 
 
 def test_commit_is_dirty_for_changes_except_rows(tmp_path, monkeypatch):
-    rows, file = tmp_path / "data" / "results" / "x.jsonl", tmp_path / "data" / "card"
+    rows, card = tmp_path / "data" / "results" / "x.jsonl", tmp_path / "data" / "card"
     rows.parent.mkdir(parents=True)
     rows.write_text("one\n")
-    file.write_text("one")
-    for words in (
-        ["init", "-q"],
-        ["add", "."],
-        ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"],
-    ):
-        run_command("git", "-C", tmp_path, *words)
+    card.write_text("one")
+    name = make_repository(tmp_path)
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
-    clean = provenance.commit()
-    assert len(clean["commit"]) == 40
-    assert clean["dirty"] is False
+    clean = {"commit": name, "dirty": False}
+    assert provenance.commit() == clean
     (tmp_path / "new").write_text("not tracked")
     rows.write_text("one\ntwo\n")
     assert provenance.commit() == clean
-    file.write_text("two")
+    card.write_text("two")
     assert provenance.commit() == {**clean, "dirty": True}

@@ -9,52 +9,43 @@ from helpers import refused
 from cpt_lab import data
 from cpt_lab.data.files import DataNotFoundError
 
-NOWHERE = "http://127.0.0.1:9/x.zip"  # the discard port: nobody listens
+
+def open_address():
+    urllib.request.urlopen("http://127.0.0.1:9/x.zip", timeout=5)  # nobody listens
 
 
-def fetch():
-    urllib.request.urlopen(NOWHERE, timeout=5)
-
-
-def fetch_otherwise():
+def hide_cause():
     try:
         socket.create_connection(("localhost", 9), timeout=5)
     except OSError as error:
         raise ValueError("please check your internet connection") from error
 
 
-def fetch_and_fill_the_disk():
-    refused("refused", fetch, error=OSError)
+def fill_disk():
+    refused("refused", open_address, error=OSError)
     raise OSError(28, "No space left on device")
+
+
+NO_NETWORK = r"^ptb was not downloaded: .*refused.*; a download needs a network$"
 
 
 @pytest.mark.parametrize(
     ("get", "error", "message"),
     [
-        (
-            fetch,
-            ConnectionError,
-            r"^ptb was not downloaded: .*refused.*; a download needs a network$",
-        ),
-        (
-            fetch_otherwise,
-            ConnectionError,
-            r"^ptb was not downloaded: .*refused.*; a download needs a network$",
-        ),
-        (fetch_and_fill_the_disk, OSError, r"^\[Errno 28\] No space left on device$"),
+        (open_address, ConnectionError, NO_NETWORK),
+        (hide_cause, ConnectionError, NO_NETWORK),
+        (fill_disk, OSError, r"^\[Errno 28\] No space left on device$"),
     ],
 )
 def test_download_without_network_names_dataset(get, error, message, monkeypatch):
-    monkeypatch.setattr(
-        data, "import_optional", lambda name, extra: lambda dataset, language: get()
-    )
+    def downloader(dataset, language):
+        get()
+
+    monkeypatch.setattr(data, "import_optional", lambda name, extra: downloader)
     for _ in range(2):
         refused(message, data.download, "ptb", error=error)
 
 
 def test_download_names_missing_archives(data_folder):
-    with pytest.raises(
-        DataNotFoundError,
-        match=r"devkit.* is not present .* See data/cards/imagenet\.md$",
-    ):
-        data.download("imagenet")
+    message = r"devkit.* is not present .* See data/cards/imagenet\.md$"
+    refused(message, data.download, "imagenet", error=DataNotFoundError)
