@@ -17,9 +17,10 @@ CR = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
 ENOUGH = MAX_UPDATES + 1  # updates after which the warning comes
 
 
-def net():
+def scheduled_net(schedule=CR):
     torch.manual_seed(0)
-    return cpt.quantize_(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)))
+    net = cpt.quantize_(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)))
+    return net, cpt.PrecisionScheduler(net, schedule)
 
 
 def loss(model):
@@ -28,6 +29,14 @@ def loss(model):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+
+def fused(model):
+    return adamw(model, fused=True)
 
 
 def train_without_steps(model, updates=ENOUGH, optimizer=None, accumulated=1, run=None):
@@ -46,50 +55,40 @@ def warnings_of(loop, *args):
     return [str(w.message) for w in seen]
 
 
-OPTIMIZERS = {
-    "SGD": sgd,
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
-}
-
-
 @pytest.mark.parametrize(
     ("optimizer", "accumulated", "compiled", "last"),
     [
-        ("SGD", 1, False, 7),
-        ("SGD", 3, False, 0),
-        ("AdamW", 3, True, 0),
-        ("fused", 2, False, 0),
+        (sgd, 1, False, 7),
+        (sgd, 3, False, 0),
+        (fused, 2, False, 0),
+        pytest.param(adamw, 3, True, 0, marks=pytest.mark.slow),
     ],
 )
 def test_missing_step_warns_once(optimizer, accumulated, compiled, last):
-    model = net()
-    scheduler = cpt.PrecisionScheduler(model, CR)
+    model, scheduler = scheduled_net()
     for _ in range(last):
         scheduler.step()
     run = torch.compile(model, backend="eager") if compiled else model
-    how = OPTIMIZERS[optimizer](model), accumulated, run
-    assert warnings_of(train_without_steps, model, MAX_UPDATES, *how) == []
-    (message,) = warnings_of(train_without_steps, model, ENOUGH, *how)
-    assert (
+    options = optimizer(model), accumulated, run
+    assert warnings_of(train_without_steps, model, MAX_UPDATES, *options) == []
+    (message,) = warnings_of(train_without_steps, model, ENOUGH, *options)
+    text = (
         f"{ENOUGH} updates of the weights at step {last} of the schedule: call step()"
-        in message
     )
+    assert text in message
     torch._dynamo.reset()
 
 
 def test_missing_step_warning_points_at_loop():
-    model = net()
-    scheduler = cpt.PrecisionScheduler(model, CR)
+    model, _ = scheduled_net()
     with pytest.warns(UserWarning, match="call step") as seen:
         train_without_steps(model)
     assert seen[0].filename == __file__
-    assert scheduler.last_step == 0
 
 
+@pytest.mark.slow
 def test_optimizer_step_may_be_compiled():
-    model = net()
-    scheduler = cpt.PrecisionScheduler(model, CR)
+    model, scheduler = scheduled_net()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
     step = torch.compile(optimizer.step, backend="eager")
     for _ in range(3):
@@ -99,17 +98,15 @@ def test_optimizer_step_may_be_compiled():
     torch._dynamo.reset()
 
 
-# --- loops that are not warned: each gets the model, an optimizer and the scheduler -----------------------------------
+# --- loops that are not warned: each gets the model, an optimizer and the scheduler ---------------
 
 
 def accumulation(model, optimizer, scheduler):
+    """Accumulate many gradients, and evaluate in between."""
     for _ in range(3):
         for _ in range(60):
             loss(model).backward()
-            with (
-                torch.no_grad(),
-                cpt.precision(model, "q_max"),
-            ):  # and evaluated in between
+            with torch.no_grad(), cpt.precision(model, "q_max"):
                 loss(model.eval())
             model.train()
         optimizer.step()
@@ -119,12 +116,12 @@ def accumulation(model, optimizer, scheduler):
 
 def sharpness_aware(model, optimizer, scheduler):
     for _ in range(ENOUGH):
-        for away in (0.01, -0.01):
+        for distance in (0.01, -0.01):
             optimizer.zero_grad()
             loss(model).backward()
             with torch.no_grad():
                 for p in model.parameters():
-                    p += away
+                    p += distance
         optimizer.step()
         scheduler.step()
 
@@ -182,12 +179,10 @@ def after_the_last_step(model, optimizer, scheduler):
 
 
 def by_another_scheduler(model, optimizer, scheduler):
-    own = cpt.PrecisionScheduler(
-        model, cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=40, n_cycles=2)
-    )
+    later = cpt.PrecisionScheduler(model, CR)
     for _ in range(ENOUGH):
         train_without_steps(model, 1)
-        own.step()
+        later.step()
 
 
 LOOPS = [
@@ -206,54 +201,45 @@ LOOPS = [
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_missing_step_not_reported_for_correct_loops(loop):
-    model = net()
-    scheduler = cpt.PrecisionScheduler(model, CR)
+    model, scheduler = scheduled_net()
     assert warnings_of(loop, model, sgd(model), scheduler) == []
     still_counts = loop is not after_the_last_step
     assert len(warnings_of(train_without_steps, model)) == still_counts
 
 
-@pytest.mark.parametrize("schedule", ["STATIC", "CR"])
-def test_missing_step_not_reported_for_constant_schedules(schedule):
-    model = net()
-    cycle = {"STATIC": {}, "CR": {"q_min": 8, "n_cycles": 2}}[schedule]
-    scheduler = cpt.PrecisionScheduler(
-        model, cpt.make_schedule(schedule, q_max=8, total_steps=40, **cycle)
-    )
+@pytest.mark.parametrize("q_min", [None, 8])
+def test_missing_step_not_reported_for_constant_schedules(q_min):
+    name = "CR" if q_min else "STATIC"
+    schedule = cpt.make_schedule(name, q_min, 8, 40, 2)
+    model, _ = scheduled_net(schedule)
     assert warnings_of(train_without_steps, model) == []
-    assert scheduler.last_step == 0
 
 
 def test_missing_step_ignores_frozen_layers_and_copies():
-    cpt.PrecisionScheduler(net().requires_grad_(False), CR)
-    model = net()
-    model[2].requires_grad_(False)
-    scheduler = cpt.PrecisionScheduler(model, CR)
+    model, _ = scheduled_net()
+    cpt.PrecisionScheduler(model.requires_grad_(False), CR)
+    model.requires_grad_(True)[2].requires_grad_(False)
+    _scheduler = cpt.PrecisionScheduler(model, CR)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with cpt.precision(twin, 4):  # the original alone is counted
             assert warnings_of(train_without_steps, twin) == []
-    assert scheduler.last_step == 0
     assert len(warnings_of(train_without_steps, model)) == 1
 
 
 def test_missing_step_warning_names_idle_followed_optimizer():
-    model = net()
-    followed = sgd(model)
-    scheduler = cpt.PrecisionScheduler(model, CR, optimizer=followed)
+    model, _ = scheduled_net()
+    scheduler = cpt.PrecisionScheduler(model, CR, optimizer=sgd(model))
     other = sgd(model)  # as a loop makes that switches to another one, or wraps it
     (message,) = warnings_of(train_without_steps, model, ENOUGH, other)
-    assert (
-        "the optimizer that the PrecisionScheduler follows has not stepped" in message
-    )
+    assert "optimizer that the PrecisionScheduler follows has not stepped" in message
     assert scheduler.last_step == 0
 
 
 def test_missing_step_hook_is_removed_with_scheduler():
     """Compare hooks by key, since schedulers of earlier tests may be collected meanwhile."""
     before = set(torch_optimizer._global_optimizer_post_hooks)
-    model = net()
-    cpt.PrecisionScheduler(model, CR)
+    model, scheduler = scheduled_net()
     (added,) = set(torch_optimizer._global_optimizer_post_hooks) - before
-    del model
+    del model, scheduler
     gc.collect()
     assert added not in torch_optimizer._global_optimizer_post_hooks

@@ -1,14 +1,16 @@
 """Quantisers against plain numpy: random tensors, edge cases, dtypes, noise, running ranges."""
 
+import itertools
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import quantize_gradient, refused
-from hypothesis import given
+from helpers import identical, quantize_gradient, refused
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
@@ -28,33 +30,30 @@ STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")
 
 
 def image(dtype=torch.float32, seed=0):
-    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed)).to(
-        dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, 4, 4, generator=generator).to(dtype)
 
 
 def gradient_of(upstream, bits=3, quantizer=QUANTIZERS["conv_grad"], key=0):
     """Return a rounded gradient; a tensor key is the noise key itself, which advances."""
     x = torch.zeros_like(upstream, requires_grad=True)
     levels = torch.tensor(num_steps(bits), dtype=torch.float32, device=upstream.device)
-    quantize_gradient(
-        x, levels, quantizer, torch.as_tensor(key, device=upstream.device)
-    ).backward(upstream)
+    key = torch.as_tensor(key, device=upstream.device)
+    quantize_gradient(x, levels, quantizer, key).backward(upstream)
     return x.grad
 
 
 # --- against plain numpy ---------------------------------------------------------------------------
 
 BITS = st.integers(1, 12)
-GRANULARITY = st.sampled_from(EVERY)
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, max_side=5)
 
 
 @st.composite
-def tensors(draw, shapes=SHAPES):
+def tensors(draw):
     scale = draw(st.sampled_from([1e-7, 1e-3, 1.0, 1e4]))
     elements = st.floats(-1, 1, width=32)
-    return draw(hnp.arrays(np.float32, shapes, elements=elements)) * np.float32(scale)
+    return draw(hnp.arrays(np.float32, SHAPES, elements=elements)) * np.float32(scale)
 
 
 def numpy_range(x, granularity):
@@ -63,19 +62,16 @@ def numpy_range(x, granularity):
     axes = {
         "per_tensor": everything,
         "per_channel": everything[1:] or everything,
+        "per_sample_mean": everything[1:] or everything,
         "per_row": (x.ndim - 1,),
         "per_position": everything if x.ndim < 3 else (0, x.ndim - 1),
-    }
+    }[granularity]
+    low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
     if granularity == "per_sample_mean":
-        rest = everything[1:] or everything
-        low = x.min(axis=rest, keepdims=True).mean(
-            axis=0, keepdims=True, dtype=np.float32
+        low, high = (
+            end.mean(axis=0, keepdims=True, dtype=np.float32) for end in (low, high)
         )
-        return low, x.max(axis=rest, keepdims=True).mean(
-            axis=0, keepdims=True, dtype=np.float32
-        ) - low
-    low = x.min(axis=axes[granularity], keepdims=True)
-    return low, x.max(axis=axes[granularity], keepdims=True) - low
+    return low, high - low
 
 
 def numpy_quantize(x, bits, low, width):
@@ -87,71 +83,62 @@ def step_of(width, bits):
     return np.maximum(width / (2**bits - 1), np.float32(1e-8))
 
 
-def top_of(low, width, bits):
-    """Return the highest grid point: the maximum, or up to a step above it at the smallest step."""
-    step = step_of(width, bits)
-    return low + width + np.where(step == np.float32(1e-8), step, 0)
-
-
 def rounding_error(x):
     """Return a few units in the last place of the largest value, as float32 may lose them."""
     return 4 * np.spacing(np.abs(x).max(initial=np.float32(1e-30)))
 
 
-@given(tensors(), BITS, GRANULARITY)
+@settings(max_examples=40)
+@given(tensors(), BITS, st.sampled_from(EVERY))
 def test_quantize_equals_numpy(x, bits, granularity):
     low, width = numpy_range(x, granularity)
     expected = numpy_quantize(x, bits, low, width)
     leaf = torch.from_numpy(x).requires_grad_()
-    y, upstream = (
-        quantize(leaf, bits, Quantizer(granularity)),
-        torch.arange(1.0, x.size + 1).reshape(x.shape),
-    )
+    y = quantize(leaf, bits, Quantizer(granularity))
+    upstream = torch.arange(1.0, x.size + 1).reshape(x.shape)
     y.backward(upstream)
     assert torch.equal(leaf.grad, upstream)  # straight through
     found = y.detach().numpy()
-    if (
-        granularity == "per_sample_mean"
-    ):  # a mean depends on the order of the sum, and with it the grid
-        step = step_of(width, bits)
-        assert (np.abs(found - expected) <= step * 1.001 + rounding_error(x)).all()
-        for ours, theirs in zip(
-            fake_quantize.operators.range(leaf.detach(), granularity),
-            (low, width),
-            strict=True,
-        ):
-            np.testing.assert_allclose(ours.numpy(), theirs, atol=rounding_error(x))
-    else:
+    if granularity != "per_sample_mean":
         np.testing.assert_array_equal(found, expected)
+        return
+    # a mean depends on the order of the sum, and with it the grid
+    slack = rounding_error(x)
+    assert (np.abs(found - expected) <= step_of(width, bits) * 1.001 + slack).all()
+    ranges = fake_quantize.operators.range(leaf.detach(), granularity)
+    for ours, theirs in zip(ranges, (low, width), strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, atol=slack)
 
 
+@settings(max_examples=40)
 @given(tensors(), BITS)
 def test_quantize_passes_gradient_of_clipped_values(x, bits):
     leaf = torch.from_numpy(x).requires_grad_()
     low, width = torch.tensor(x.mean()), torch.tensor(np.ptp(x) / 4)  # much is outside
+    steps = torch.tensor(num_steps(bits))
     y = fake_quantize.operators.round_in_range(
-        leaf, low, width, torch.tensor(num_steps(bits)), "per_tensor", clip=True
+        leaf, low, width, steps, "per_tensor", clip=True
     )
     y.backward(torch.full_like(y, -3.0))
     assert torch.equal(leaf.grad, torch.full_like(leaf, -3.0))
-    np.testing.assert_array_equal(
-        y.detach().numpy(), numpy_quantize(x, bits, low.numpy(), width.numpy())
-    )
+    expected = numpy_quantize(x, bits, low.numpy(), width.numpy())
+    np.testing.assert_array_equal(y.detach().numpy(), expected)
 
 
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
+@settings(max_examples=40)
 @given(tensors(), BITS, st.integers(-(2**63), 2**63 - 1))
 def test_stochastic_rounding_stays_on_neighbouring_grid_points(x, bits, seed):
-    found = gradient_of(
-        torch.from_numpy(x), bits, STOCHASTIC, torch.tensor(seed)
-    ).numpy()
+    key = torch.tensor(seed)
+    found = gradient_of(torch.from_numpy(x), bits, STOCHASTIC, key).numpy()
     low, width = numpy_range(x, "per_tensor")
-    step = step_of(width, bits)
-    slack = rounding_error(x)
+    step, slack = step_of(width, bits), rounding_error(x)
+    # the highest grid point is the maximum, or up to a step above it at the smallest step
+    top = low + width + np.where(step == np.float32(1e-8), step, 0)
     assert (found >= low - slack).all()
-    assert (found <= top_of(low, width, bits) + slack).all()
+    assert (found <= top + slack).all()
     assert (np.abs(found - x) <= step * (1 + 1e-5) + slack).all()
     index = (found - low) / step
     assert (np.abs(index - np.rint(index)) * step <= 2 * slack + 1e-4 * step).all()
@@ -162,10 +149,8 @@ def test_stochastic_rounding_is_unbiased(bits):
     torch.manual_seed(0)
     x = torch.randn(500)
     key, draws = torch.tensor(1), 2000
-    mean = (
-        sum(gradient_of(x, bits, STOCHASTIC, key).double() for _ in range(draws))
-        / draws
-    )
+    rounded = (gradient_of(x, bits, STOCHASTIC, key).double() for _ in range(draws))
+    mean = sum(rounded) / draws
     step = (x.max() - x.min()) / (2**bits - 1)
     share = (x - x.min()) / step % 1
     deviation = step * (share * (1 - share) / draws).sqrt() + 1e-6
@@ -243,26 +228,13 @@ def test_hash_noise_is_uniform_and_uncorrelated():
 
 
 @pytest.mark.parametrize("granularity", EVERY)
-@pytest.mark.parametrize("value", [0.0, 0.1, -3e-9, 7e30])
-@pytest.mark.parametrize("bits", [1, 4])
-def test_quantize_keeps_constant_tensors(granularity, value, bits):
-    x = torch.full((3, 4, 2), value)
-    assert torch.equal(quantize(x, bits, Quantizer(granularity)), x)
-    assert torch.equal(
-        gradient_of(x, bits, Quantizer(granularity, rounding="stochastic")), x
-    )
-
-
-@pytest.mark.parametrize("granularity", EVERY)
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4, 4)])
-def test_quantize_keeps_empty_tensors(granularity, shape):
-    x = torch.empty(shape, requires_grad=True)
-    y = quantize(x, 4, Quantizer(granularity))
-    assert y.shape == x.shape
-    assert (
-        gradient_of(x.detach(), 4, Quantizer(granularity, rounding="stochastic")).shape
-        == x.shape
-    )
+def test_quantize_keeps_constant_and_empty_tensors(granularity):
+    stochastic = Quantizer(granularity, rounding="stochastic")
+    constants = [torch.full((3, 4, 2), value) for value in (0.0, 0.1, -3e-9, 7e30)]
+    shapes = (0,), (0, 3), (3, 0), (2, 0, 4, 4)
+    for x, bits in itertools.product([*constants, *map(torch.empty, shapes)], (1, 4)):
+        assert identical([quantize(x, bits, Quantizer(granularity))], [x])
+        assert identical([gradient_of(x, bits, stochastic)], [x])
 
 
 def test_quantize_rounds_ties_to_even():
@@ -272,11 +244,9 @@ def test_quantize_rounds_ties_to_even():
 
 def test_quantize_rounds_up_to_23_bits():
     """Round at 23 bits, and return the tensor itself from 24 bits on."""
-    assert all(
-        quantize(x := image(), bits, Quantizer(g)) is x
-        for bits in (24, 32)
-        for g in EVERY
-    )
+    x = image()
+    for bits, granularity in itertools.product((24, 32), EVERY):
+        assert quantize(x, bits, Quantizer(granularity)) is x
     y = quantize(image(), 23)
     assert torch.allclose(y, image(), rtol=0, atol=1e-6)
     assert not torch.equal(y, image())
@@ -284,14 +254,10 @@ def test_quantize_rounds_up_to_23_bits():
 
 def test_quantize_has_smallest_step_for_tiny_ranges():
     x = torch.tensor([0.0, 0.4e-8, 0.6e-8, 2.1e-8])
-    assert torch.allclose(
-        quantize(x, 8, "bias"), torch.tensor([0.0, 0.0, 1e-8, 2e-8]), rtol=1e-6, atol=0
-    )
-    upstream = torch.tensor([1e-9, 2e-9, 4e-9])
-    nearest = Quantizer("per_tensor")
-    assert torch.equal(
-        gradient_of(upstream, 8, nearest), torch.full((3,), 1e-9)
-    )  # a bias, not a zero
+    expected = torch.tensor([0.0, 0.0, 1e-8, 2e-8])
+    assert torch.allclose(quantize(x, 8, "bias"), expected, rtol=1e-6, atol=0)
+    gradient = gradient_of(torch.tensor([1e-9, 2e-9, 4e-9]), 8, Quantizer("per_tensor"))
+    assert torch.equal(gradient, torch.full((3,), 1e-9))  # a bias, not a zero
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -299,10 +265,14 @@ def test_quantize_has_smallest_step_for_tiny_ranges():
 def test_quantize_propagates_non_finite_values(bad, granularity, device):
     x = image().to(device)
     x[1, 2, 3, 0] = bad
-    assert not quantize(x, 4, Quantizer(granularity))[1, 2, 3, 0].isfinite()
-    for rounding in ("nearest", "stochastic"):
-        found = gradient_of(x, 4, Quantizer(granularity, rounding=rounding))
-        assert not found[1, 2, 3, 0].isfinite()
+    nearest = Quantizer(granularity)
+    stochastic = Quantizer(granularity, rounding="stochastic")
+    for y in (
+        quantize(x, 4, nearest),
+        gradient_of(x, 4, nearest),
+        gradient_of(x, 4, stochastic),
+    ):
+        assert not y[1, 2, 3, 0].isfinite()
 
 
 def test_quantize_keeps_non_finite_values_within_channel():
@@ -394,12 +364,9 @@ def test_stochastic_rounding_keeps_range_ends(bits):
 def test_quantize_rejects_integer_and_complex_tensors(dtype, bits):
     x = torch.ones(2, 3, 4, dtype=dtype)
     message = f"only floating tensors can be quantised, got {dtype}"
-    for call in (
-        lambda: quantize(x, bits),
-        lambda: quantize(x[:0], bits),
-        lambda: running_layer().quantize_operand("input", x),
-    ):
-        refused(message, call)
+    refused(message, quantize, x, bits)
+    refused(message, quantize, x[:0], bits)
+    refused(message, running_layer().quantize_operand, "input", x)
 
 
 @pytest.mark.parametrize("bits", [8, 8.0, np.int64(8), np.float64(8), torch.tensor(8)])
@@ -411,43 +378,31 @@ def test_check_bits_accepts_integers_of_any_type(bits):
 
 ROLES = {"quantizers": {**QUANTIZERS, "linear_inptu": Quantizer("per_row")}}
 NO_BIAS = {"quantizers": {k: q for k, q in QUANTIZERS.items() if k != "bias"}}
+NAMES = f"'weight'; the nearest of {len(QUANTIZERS)} are lstm_weight, "
+STARTS = "unknown running_start 'one'; choose from corrected, zero"
+EXECUTIONS = "unknown execution 'one'; choose from simulated, integer, auto"
 
 
-@pytest.mark.parametrize(
-    ("ask", "said"),
-    [
-        (
-            lambda: quantize(image(), 4, "weight"),
-            f"'weight'; the nearest of {len(QUANTIZERS)} are lstm_weight, ",
-        ),
-        (
-            lambda: QuantConfig(running_start="one"),
-            "unknown running_start 'one'; choose from corrected, zero",
-        ),
-        (
-            lambda: QuantConfig(execution="one"),
-            "unknown execution 'one'; choose from simulated, integer, auto",
-        ),
-        (lambda: QuantConfig(**ROLES), "unknown roles linear_inptu"),
-        (lambda: QuantConfig(**NO_BIAS), "missing or unknown roles bias"),
-        *(
-            (lambda g=g: Quantizer(g, running=True), "needs granularity 'per_tensor'")
-            for g in sorted(set(EVERY) - {"per_tensor"})
-        ),
-    ],
-)
-def test_quantizer_rejects_unknown_names_and_running_ranges(ask, said):
+def test_quantizer_rejects_unknown_names_and_running_ranges():
     """List the known names, and accept running ranges per tensor only."""
-    refused(said, ask)
+    refused(NAMES, quantize, image(), 4, "weight")
+    for options, message in (
+        ({"running_start": "one"}, STARTS),
+        ({"execution": "one"}, EXECUTIONS),
+        (ROLES, "unknown roles linear_inptu"),
+        (NO_BIAS, "missing or unknown roles bias"),
+    ):
+        refused(message, QuantConfig, **options)
+    for name in set(EVERY) - {"per_tensor"}:
+        refused("needs granularity 'per_tensor'", Quantizer, name, running=True)
 
 
 # --- running ranges -------------------------------------------------------------------------------
 
 
 def running_layer(start="corrected"):
-    layer = LayerPrecision(
-        {"input": Quantizer("per_tensor", running=True)}, running_start=start
-    )
+    quantizers = {"input": Quantizer("per_tensor", running=True)}
+    layer = LayerPrecision(quantizers, running_start=start)
     layer.set_bits(4, 8)
     return layer
 
@@ -466,16 +421,14 @@ def test_running_range_clips_at_evaluation(start):
     layer = running_layer(start)
     batches = [image(seed=s) for s in range(3)]
     for x in batches:
-        assert torch.equal(
-            layer.quantize_operand("input", x), quantize(x, 4, "conv_input")
-        )
+        own_range = quantize(x, 4, "conv_input")
+        assert torch.equal(layer.quantize_operand("input", x), own_range)
     layer.eval()
     low, width = expected_range(batches, start == "corrected")
     x = image(seed=9) * 3
-    levels = np.clip(np.rint((x.numpy() - low) / (width / 15)), 0, 15)
-    np.testing.assert_allclose(
-        layer.quantize_operand("input", x).numpy(), levels * width / 15 + low, atol=1e-5
-    )
+    expected = numpy_quantize(x.numpy(), 4, low, width)
+    y = layer.quantize_operand("input", x)
+    np.testing.assert_allclose(y.numpy(), expected, atol=1e-5)
     before = layer.running_input.clone()
     layer.quantize_operand("input", x * 100)
     assert torch.equal(layer.running_input, before)  # evaluation does not move it
@@ -486,10 +439,8 @@ def test_running_range_at_evaluation_before_training():
     layer = running_layer().eval()
     assert torch.equal(layer.quantize_operand("input", x), quantize(x, 4, "conv_input"))
     assert layer.running_input.count_nonzero() == 0
-    layer = running_layer("zero").eval()
-    assert (
-        layer.quantize_operand("input", x).abs().max() < 15 * 1.01e-8
-    )  # the authors' rule: everything collapses
+    y = running_layer("zero").eval().quantize_operand("input", x)
+    assert y.abs().max() < 15 * 1.01e-8  # the authors' rule: everything collapses
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -512,34 +463,22 @@ def test_running_range_ignores_non_finite_batches(bad, good_first):
 
 def files_entered(call):
     """Return the files of cpt_core with functions that run."""
-    root, found, before = Path(cpt_core.__file__).parent, set(), sys.getprofile()
-    sys.setprofile(lambda frame, event, _: found.add(frame.f_code.co_filename))
+    root, files, profiler = Path(cpt_core.__file__).parent, set(), sys.getprofile()
+    sys.setprofile(lambda frame, event, _: files.add(Path(frame.f_code.co_filename)))
     try:
         call()
     finally:
-        sys.setprofile(before)
-    return {
-        Path(file).relative_to(root).as_posix()
-        for file in found
-        if Path(file).is_relative_to(root)
-    }
+        sys.setprofile(profiler)
+    return {f.relative_to(root).as_posix() for f in files if f.is_relative_to(root)}
 
 
-def test_rounding_runs_in_four_files():
+def test_rounding_runs_in_four_files(monkeypatch):
     """Limit the files of cpt_core that run when a weight is rounded in plain torch."""
     layer = quantize_(nn.Linear(4, 3))
+    round_weight = partial(layer.precision.quantize_operand, "weight", layer.weight)
     with precision(layer, 4):
-        former = fake_quantize.use_operators(fake_quantize.PlainOperators)
-        try:
-            own = layer.precision.quantize_operand("weight", layer.weight)
-            entered = files_entered(
-                lambda: layer.precision.quantize_operand("weight", layer.weight)
-            )
-        finally:
-            fake_quantize.use_operators(former)
-    assert own.unique().numel() > 3
-    core = {
-        f"quantization/{name}.py"
-        for name in ("precision", "active_bits", "fake_quantize", "rounding")
-    }
-    assert entered == core
+        monkeypatch.setattr(fake_quantize, "operators", fake_quantize.PlainOperators)
+        assert round_weight().unique().numel() > 3
+        files = files_entered(round_weight)
+    names = "precision", "active_bits", "fake_quantize", "rounding"
+    assert files == {f"quantization/{name}.py" for name in names}
