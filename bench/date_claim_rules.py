@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -66,7 +67,7 @@ def collect_code(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
         if name in code_by_name:
             continue
         code_by_name[name] = code_words(function)
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        for node in _syntax_nodes(function):
             value = _resolve_name(node, function)
             if inspect.isfunction(value):
                 if value.__module__.startswith(ANALYSIS):
@@ -76,6 +77,12 @@ def collect_code(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
             elif isinstance(value, (str, int, float, tuple)) or _is_plain_table(value):
                 code_by_name[f"{module}.{ast.unparse(node)}"] = repr(value)
     return code_by_name
+
+
+@cache
+def _syntax_nodes(function: Callable[..., Any]) -> list[ast.AST]:
+    """Return the syntax nodes of a function."""
+    return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
 
 
 def _resolve_name(node: ast.AST, function: Callable[..., Any]) -> Any:
@@ -99,6 +106,7 @@ def _is_plain_table(value: Any) -> bool:
     )
 
 
+@cache
 def code_words(function: Callable[..., Any]) -> list[list[str]]:
     """Return the syntax nodes of a function without docstrings, in a form that every Python version shares."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))

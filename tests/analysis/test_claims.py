@@ -1,14 +1,25 @@
-"""Claims of the paper: rules in both directions, known effects, and consistency of the table of claims."""
+"""Rules of claims: verdicts, Holm's correction, levels of effects, dates of rules, and the table of claims."""
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import NAN, refused
 from scipy import stats
 
+from bench import date_claim_rules
+from cpt_lab.analysis import (
+    claim_measures,
+    levels,
+    predictors,
+    run_groups,
+    run_table,
+    statistics,
+)
 from cpt_lab.analysis import claims as rules
-from cpt_lab.analysis import statistics
 from cpt_lab.analysis.claim_measures import MEASURES
 from cpt_lab.analysis.claims import (
     CONFIRMED,
@@ -17,101 +28,104 @@ from cpt_lab.analysis.claims import (
     OPEN,
     SMALLER,
     claims,
+    combined,
     effect_verdict,
     judge,
+    judge_claims,
     verdict,
 )
 from cpt_lab.analysis.effects import Effect
 from cpt_lab.analysis.estimates import holm
 from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs, grids
-from cpt_lab.paths import paper_dir, results_dir
-from cpt_lab.sweeps import stores
-from tests.helpers import refused, row_of
+from cpt_lab.experiments.registry import recipe
+from cpt_lab.paths import paper_dir
+from cpt_lab.studies.h7.arms import CASES
+from tests.analysis.synthetic import by_arm, runs_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
-)
+IDS = {claim.id: claim for claim in claims()}
+demo = partial(designs.quality_cost, "demo", static_bits=[8], seeds=range(3))
+
+VERDICTS = [  # test, margin, low, high, n, verdict
+    ("more", 0, 0.1, 2.0, 3, CONFIRMED),
+    ("more", 0, -0.1, 2.0, 3, OPEN),
+    ("more", 0, -2.0, -0.1, 3, CONTRADICTED),
+    ("more", 0, 0.1, 2.0, 2, OPEN),  # two seeds settle nothing
+    ("more", 0.5, 0.1, 0.6, 5, CONFIRMED),
+    ("more", 0.5, -0.3, 0.6, 5, OPEN),
+    ("more", 0.5, 0.1, 0.4, 5, SMALLER),  # there, but 0.5 is ruled out
+    ("more", 0.5, -0.3, 0.4, 5, SMALLER),
+    ("more", 0.5, -0.3, -0.1, 5, CONTRADICTED),
+    ("more", 0, NAN, NAN, 9, OPEN),
+    ("no_worse", 0.5, -0.4, 1.0, 5, CONFIRMED),
+    ("no_worse", 0.5, -0.6, 1.0, 5, OPEN),
+    ("no_worse", 0.5, -2.0, -0.6, 5, CONTRADICTED),
+    ("equal", 0.5, -0.4, 0.4, 5, CONFIRMED),
+    ("equal", 0.5, -0.4, 0.6, 5, OPEN),
+    ("equal", 0.5, 0.6, 0.9, 5, CONTRADICTED),
+    ("equal", 0.5, -0.9, -0.6, 5, CONTRADICTED),
+    ("correlation", 0, 0.2, 0.9, 11, CONFIRMED),
+    ("majority", 0, -0.9, -0.2, 11, CONTRADICTED),
+    ("predictor", 0, 0.2, 0.9, 3, CONFIRMED),
+    ("exact", 0, 1, 1, 3, CONFIRMED),
+    ("exact", 0, -1, -1, 3, CONTRADICTED),
+]
 
 
-@pytest.mark.parametrize(
-    ("test", "margin", "low", "high", "n", "said"),
-    [
-        ("more", 0, 0.1, 2.0, 3, CONFIRMED),
-        ("more", 0, -0.1, 2.0, 3, OPEN),
-        ("more", 0, -2.0, -0.1, 3, CONTRADICTED),
-        ("more", 0, 0.1, 2.0, 2, OPEN),  # two seeds settle nothing
-        ("more", 0.5, 0.1, 0.6, 5, CONFIRMED),
-        ("more", 0.5, -0.3, 0.6, 5, OPEN),
-        ("more", 0.5, 0.1, 0.4, 5, SMALLER),  # there, but 0.5 is ruled out
-        ("more", 0.5, -0.3, 0.4, 5, SMALLER),
-        ("more", 0.5, -0.3, -0.1, 5, CONTRADICTED),
-        ("no_worse", 0.5, -0.4, 1.0, 5, CONFIRMED),
-        ("no_worse", 0.5, -0.6, 1.0, 5, OPEN),
-        ("no_worse", 0.5, -2.0, -0.6, 5, CONTRADICTED),
-        ("equal", 0.5, -0.4, 0.4, 5, CONFIRMED),
-        ("equal", 0.5, -0.4, 0.6, 5, OPEN),
-        ("equal", 0.5, 0.6, 0.9, 5, CONTRADICTED),
-        ("equal", 0.5, -0.9, -0.6, 5, CONTRADICTED),
-        ("correlation", 0, 0.2, 0.9, 11, CONFIRMED),
-        ("majority", 0, -0.9, -0.2, 11, CONTRADICTED),
-        ("predictor", 0, 0.2, 0.9, 3, CONFIRMED),
-        ("more", 0, float("nan"), float("nan"), 9, OPEN),
-        ("exact", 0, 1, 1, 3, CONFIRMED),
-        ("exact", 0, -1, -1, 3, CONTRADICTED),
-    ],
-)
-def test_verdict_follows_interval_and_margin(test, margin, low, high, n, said):
-    assert verdict(test, margin, ((low + high) / 2, low, high), n) == said
+@pytest.mark.parametrize(("test", "margin", "low", "high", "n", "expected"), VERDICTS)
+def test_verdict_follows_interval_and_margin(test, margin, low, high, n, expected):
+    assert verdict(test, margin, ((low + high) / 2, low, high), n) == expected
 
 
 def test_verdict_rejects_unknown_rule():
-    refused(
-        "unknown test 'better'; choose from more, no_worse",
-        verdict,
-        "better",
-        0,
-        (0, 0, 0),
-        3,
-    )
+    message = "unknown test 'better'; choose from more, no_worse"
+    refused(message, verdict, "better", 0, (0, 0, 0), 3)
 
 
-def test_combined_verdict_of_several_experiments():
-    def of(*verdicts, test="more", domains="aaaa"):
-        return rules.combined(zip(domains, verdicts, strict=False), test)
+LETTERS = {
+    "+": CONFIRMED,
+    "-": CONTRADICTED,
+    "0": OPEN,
+    "<": SMALLER,
+    "?": MIXED,
+}
+COMBINED = [  # test, votes as task and verdict, combined verdict
+    ("more", "a+ a0", CONFIRMED),
+    ("more", "a- a0", CONTRADICTED),
+    ("more", "a+ a-", MIXED),
+    ("more", "a+ a<", MIXED),
+    ("more", "a+ a?", MIXED),
+    ("more", "a?", MIXED),
+    ("more", "a< a0", SMALLER),
+    ("more", "", OPEN),
+    ("more", "a0 a0", OPEN),
+    ("correlation", "a+ a0", OPEN),  # claimed for every domain
+    ("correlation", "a+ a+", CONFIRMED),
+    ("correlation", "a- a0", CONTRADICTED),
+    ("correlation", "a+ a-", MIXED),
+    ("predictor", "a+ a+", OPEN),  # one domain
+    ("predictor", "a+ b+ a0", CONFIRMED),
+    ("predictor", "a+ b0", OPEN),
+    ("predictor", "a+ b+ c-", MIXED),
+    ("majority", "a+ a0 b+ c0", CONFIRMED),  # two of three, whatever a leaves open
+    ("majority", "a+ b+", OPEN),  # two tasks are too few to speak of domains
+    ("majority", "a+ c0 b0", OPEN),
+    ("majority", "a+ a- b+ c0", OPEN),  # one task that disagrees with itself
+    ("majority", "a+ b+ c0 d0", OPEN),  # half is no majority
+    ("majority", "a- b- c0", CONTRADICTED),
+]
 
-    assert of(CONFIRMED, OPEN) == CONFIRMED
-    assert of(CONTRADICTED, OPEN) == CONTRADICTED
-    assert (
-        of(CONFIRMED, CONTRADICTED)
-        == of(CONFIRMED, SMALLER)
-        == of(CONFIRMED, MIXED)
-        == of(MIXED)
-        == MIXED
-    )
-    assert of(SMALLER, OPEN) == SMALLER
-    assert of() == of(OPEN, OPEN) == OPEN
-    assert of(CONFIRMED, OPEN, test="correlation") == OPEN  # claimed for every domain
-    assert of(CONFIRMED, CONFIRMED, test="correlation") == CONFIRMED
-    assert of(CONTRADICTED, OPEN, test="correlation") == CONTRADICTED
-    assert of(CONFIRMED, CONTRADICTED, test="correlation") == MIXED
-    assert of(CONFIRMED, CONFIRMED, test="predictor") == OPEN  # one domain
-    assert of(CONFIRMED, CONFIRMED, OPEN, test="predictor", domains="aba") == CONFIRMED
-    assert of(CONFIRMED, OPEN, test="predictor", domains="ab") == OPEN
-    assert (
-        of(CONFIRMED, CONFIRMED, CONTRADICTED, test="predictor", domains="abc") == MIXED
-    )
+
+@pytest.mark.parametrize(("test", "votes", "expected"), COMBINED)
+def test_combined_verdict_of_several_experiments(test, votes, expected):
+    pairs = [(task, LETTERS[letter]) for task, letter in votes.split()]
+    assert combined(pairs, test) == expected
 
 
 def students(*values):
     """Return an effect whose interval follows from differences by seed."""
-    return Effect(
-        "made up",
-        "demo",
-        lambda alpha: statistics.interval(values, alpha),
-        len(values),
-        "a minus b",
-    )
+    interval = partial(statistics.interval, values)
+    return Effect("made up", "demo", interval, len(values), "a minus b")
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -120,231 +134,47 @@ def test_holm_matches_scipy_pvalues(seed):
     rng = np.random.default_rng(seed)
     samples = [rng.normal(shift, 1, 5) for shift in (3, -2, 2, 1.5, 1, 0)]
     claim = replace(IDS["schedule_controls"], margin=0.0)
-    words = rules.holm(
-        [
-            lambda alpha, e=e: effect_verdict(claim, e, alpha)
-            for e in (students(*x) for x in samples)
-        ]
-    )
+    words = rules.holm([partial(effect_verdict, claim, students(*x)) for x in samples])
     pvalues = [stats.ttest_1samp(x, 0).pvalue for x in samples]
     assert [w != OPEN for w in words] == [p <= 0.05 for p in holm(pvalues)]
-    assert {w for w, x in zip(words, samples, strict=True) if x.mean() < 0} <= {
-        CONTRADICTED,
-        OPEN,
-    }
+    falling = {w for w, x in zip(words, samples, strict=True) if x.mean() < 0}
+    assert falling <= {CONTRADICTED, OPEN}
 
 
-def test_holm_corrects_within_one_scale(monkeypatch):
+@pytest.mark.parametrize(("scale", "other"), [("paper", "demo"), ("demo", "paper")])
+def test_holm_corrects_within_one_scale(scale, other, monkeypatch):
     """Correct over the experiments of one scale; keep demo and paper scale separate."""
     weak, none = students(0.1, 0.9, 0.5, 0.2, 0.6), students(-1, 1, 0.5, -0.5, 0.1)
-    for scale, other in (("paper", "demo"), ("demo", "paper")):
-        effects = [
-            replace(weak, scale=scale),
-            replace(none, scale=other),
-            replace(none, scale=other),
-        ]
-        monkeypatch.setitem(
-            MEASURES, "made_up", lambda runs, claim, effects=effects: effects
-        )
-        claim = replace(IDS["schedule_controls"], measure="made_up", margin=0.0)
-        assert [word for _, word in judge(claim, table([])).effects] == [
-            CONFIRMED,
-            OPEN,
-            OPEN,
-        ]
+    effects = [replace(weak, scale=scale), *[replace(none, scale=other)] * 2]
+    monkeypatch.setitem(MEASURES, "made_up", lambda runs, claim: effects)
+    claim = replace(IDS["schedule_controls"], measure="made_up", margin=0.0)
+    words = [word for _, word in judge(claim, table([])).effects]
+    assert words == [CONFIRMED, OPEN, OPEN]
 
 
-# --- effects --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("sign", "word"), [(1, CONFIRMED), (-1, CONTRADICTED)])
+def test_correlation_claim_needs_three_seeds(sign, word):
+    def value(spec):
+        return 0.5 + 0.1 * sign * float(spec.schedule.bits().mean())
 
-IDS = {claim.id: claim for claim in claims()}
-
-
-def entry(rows, name):
-    """Return the entry of one claim, judged by synthetic rows."""
-    return judge(
-        IDS[name], table({**row, "store": "somewhere/made_up.jsonl"} for row in rows)
-    )
-
-
-def rows_of(specs, value, metric="accuracy"):
-    rng = np.random.default_rng(0)
-    return [row_of(s, value(s) + 1e-4 * rng.normal(), metric) for s in specs]
-
-
-def by_arm(specs, values, metric="accuracy"):
-    return rows_of(specs, lambda s: values.get(s.arm, 0.8), metric)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_claim_compares_arms_and_savings_groups(sign):
-    specs = designs.quality_cost("demo", seeds=range(3))
-    rows = by_arm(
-        specs,
-        {"ER": 0.8 + 0.1 * sign, "ETH": 0.8 + 0.1 * sign, "CR": 0.8 + 0.05 * sign},
-    )
-    word = CONFIRMED if sign > 0 else CONTRADICTED
-    for name, effect in (
-        ("schedule_controls", 10),
-        ("cpt_improves", 5),
-        ("other_schedules", 5),
-        ("cifar_small", 10),
-    ):
-        e = entry(rows, name)
-        assert e.verdict(False) == word
-        assert e.verdict(True) == OPEN  # demo rows say nothing at paper scale
-        assert e.effects[0][0].interval[0] == pytest.approx(effect * sign, abs=0.05)
-        assert e.effects[0][0].n == 3
-    two = [r for r in rows if r["spec"]["seed"] < 2]
-    assert entry(two, "schedule_controls").verdict(False) == OPEN
-
-
-def test_claim_ignores_smoke_rows():
-    """Ignore smoke rows, and judge rows at paper scale separately."""
-    smoke = by_arm(designs.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
-    assert entry(smoke, "imagenet_large").effects == ()
-    paper = by_arm(
-        designs.quality_cost("paper", "imagenet", q_max=[8]), {"static 8": 0.9}
-    )
-    e = entry(paper, "imagenet_large")
-    assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
-    assert e.verdicts() == (
-        "confirmed in 1 of 1 experiment: imagenet/resnet18 (q_min 4, n 3)",
-        "open (not run)",
-    )
-
-
-@pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
-def test_language_claim_judges_perplexity_at_six_bits(six, said):
-    specs = designs.quality_cost(
-        "demo", "pydoc", schedules=["RR", "RTH"], static_bits=[8], seeds=range(3)
-    )
-    specs += designs.quality_cost(
-        "demo", "pydoc", schedules=[], static_bits=[6], q_max=[6], seeds=range(3)
-    )
-    rows = rows_of(specs, lambda s: six if s.arm == "static 6" else 10.0, "perplexity")
-    e = entry(rows, "language_q_max")
-    assert e.verdict(False) == said
-    assert e.effects[0][0].interval[0] == pytest.approx(
-        100 * np.log(six / 10), abs=0.1
-    )  # percent of the perplexity
-    worse = rows_of(
-        specs, lambda s: 12.0 if s.arm in ("RR", "RTH") else 10.0, "perplexity"
-    )
-    assert entry(worse, "language_large").verdict(False) == CONTRADICTED
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_correlation_claim_follows_sign(sign):
-    specs = designs.quality_cost("demo", seeds=range(3))
-    rows = rows_of(specs, lambda s: 0.5 + 0.1 * sign * float(s.schedule.bits().mean()))
     claim = replace(IDS["cost_decides"], test="correlation")
-    e = judge(claim, table(rows))
-    assert e.verdict(False) == (CONFIRMED if sign > 0 else CONTRADICTED)
-    assert e.effects[0][0].n == 3  # seeds, not arms
-    assert "over 11 arms" in e.evidence()[0]
-    two = [r for r in rows if r["spec"]["seed"] < 2]
-    assert judge(claim, table(two)).verdict(False) == OPEN
-    assert (
-        judge(claim, table(two)).verdicts()[1] == "open: fewer than 3 seeds on digits"
-    )
-    assert (
-        entry(rows, "cost_decides").verdict(False) == OPEN
-    )  # one task is no majority of domains
+    runs = runs_of(demo(), value)
+    assert judge(claim, runs).verdict(False) == word
+    two = judge(claim, runs[runs["seed"] < 2])
+    assert two.verdict(False) == OPEN
+    assert two.verdicts()[1] == "open: fewer than 3 seeds on digits"
 
 
-def test_predictor_claim_needs_several_domains():
-    def by_noise(s):
-        return 0.5 - 1e-4 * s.schedule.noise_exposure()
-
-    images = rows_of(designs.quality_cost("demo", seeds=range(3)), by_noise)
-    graphs = rows_of(
-        designs.quality_cost("demo", "digits-graph", seeds=range(3)), by_noise
-    )
-    assert (
-        entry(images, "noise_decides").verdict(False) == OPEN
-    )  # one domain is too few
-    e = entry(images + graphs, "noise_decides")
-    # each by itself, but not two together: in this suite of schedules even quality that is noise alone stays open
-    assert [effect_verdict(e.claim, effect) for effect, _ in e.effects] == [
-        CONFIRMED
-    ] * 2
-    assert e.verdict(False) == OPEN
-    assert "open (better predictor by itself, not among 2)" in e.evidence()[0]
-    assert "strength of noise exposure minus that of cost" in e.evidence()[0]
-    price = rows_of(
-        designs.quality_cost("demo", seeds=range(3)),
-        lambda s: 0.5 + 0.1 * s.schedule.relative_cost(),
-    )
-    assert entry(price, "noise_decides").effects[0][1] == CONTRADICTED
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_critical_period_claims_detect_length_and_window(sign):
-    specs = designs.deficit_scan("demo", "digits", seeds=range(3))
-
-    def value(s):
-        if not s.schedule.windows:
-            return 0.9
-        ((start, stop),) = s.schedule.windows
-        late = 0 if stop == s.recipe.steps else start / 10_000
-        return 0.9 - sign * ((stop - start) / 2_000 - late)
-
-    rows = rows_of(specs, value)
-    length, window = entry(rows, "deficit_length"), entry(rows, "deficit_window")
-    said = CONFIRMED if sign > 0 else CONTRADICTED
-    assert (length.verdict(False), window.verdict(False)) == (said, said)
-    assert length.effects[0][0].interval[0] == pytest.approx(
-        20 * sign, abs=0.1
-    )  # the longest, 400 steps
-    assert "400 of 800 steps" in length.effects[0][0].comparison
-    assert window.effects[0][0].interval[0] == pytest.approx(
-        3 * sign, abs=0.1
-    )  # [300, 500) against [0, 200)
-    assert "[300, 500) of 600 minus [0, 200) of 600" in window.effects[0][0].comparison
-
-
-def test_deficit_claim_separates_lost_time_from_damage():
-    """Call a deficit mixed if its two controls disagree."""
-    specs = designs.deficit_length("demo", "digits", seeds=range(3))
-
-    def value(s):
-        low = sum(stop - start for start, stop in s.schedule.windows)
-        return 0.5 + (s.recipe.steps - low / 2) / 10_000
-
-    e = entry(rows_of(specs, value), "deficit_length")
-    assert e.verdict(False) == MIXED
-    assert e.verdicts()[1] == "mixed in 1 of 1 experiment: digits/mlp6 (q_min 2, n 3)"
-    normal, (as_long,) = e.effects[0][0], e.effects[0][0].other_controls
-    assert normal.comparison.startswith("400 steps at q_max minus")
-    assert as_long.comparison.startswith("800 steps at q_max minus")
-    assert normal.interval[0] < 0 < as_long.interval[0]
-    assert f"{normal.number()}; {as_long.number()}" in e.evidence()[0]
-    rng = np.random.default_rng(0)
-    harmed_by_length = rows_of(
-        specs, lambda s: 0.5 - s.recipe.steps / 10_000 + 1e-3 * rng.normal()
-    )
-    assert (
-        entry(harmed_by_length, "deficit_length").verdict(False) == OPEN
-    )  # worse than one, like the other
-
-
-# --- the list -------------------------------------------------------------------------------------
+# --- the table of claims --------------------------------------------------------------------------
 
 
 def test_claims_name_known_grids_and_margins():
-    found = claims()
-    assert len(found) >= 50
-    assert len(IDS) == len(found)
-    assert {test for test in rules.TESTS if test != "exact"} == set(
-        rules.SMALLER_SCALES
-    )
-    for claim in found:
+    assert len(IDS) == len(claims()) >= 50
+    assert {test for test in rules.TESTS if test != "exact"} == {*rules.SMALLER_SCALES}
+    for claim in claims():
         assert claim.place.startswith(("section", "abstract", "ours, not in the paper"))
-        for grid in claim.grids.split():
-            assert grid in grids.GRIDS
-            assert "paper" in grids.GRIDS[grid].scales
-        if claim.test in ("no_worse", "equal"):
-            assert claim.margin > 0, claim.id
+        assert all("paper" in grids.GRIDS[grid].scales for grid in claim.grids.split())
+        assert claim.margin > 0 or claim.test not in ("no_worse", "equal"), claim.id
 
 
 def test_claims_reject_unknown_measure(monkeypatch):
@@ -354,28 +184,175 @@ def test_claims_reject_unknown_measure(monkeypatch):
     refused("unknown measure of claim ptb_costs 'guess'; the nearest of", claims)
 
 
-def test_claim_effect_matches_independent_recount():
-    """Recompute one effect of the committed rows here, without the module."""
-    rows = stores.load_rows(results_dir() / "graph_facebook.jsonl")
-    effect = next(
-        e
-        for e, _ in entry(rows, "gcn_aggregation").effects
-        if "facebook" in e.experiment
+@pytest.mark.slow
+def test_claim_needs_name_missing_runs():
+    found = {claim.id: rules.needs(claim) for claim in claims()}
+    assert found["products_fanout"] == (
+        "Not run: needs sage on OGBN-Products, 24 runs at paper scale (`ogbn-products/fanout`)."
     )
-    value = {}
+    pattern = re.compile(r"\d+ runs? at|no grid lists")
+    assert all(pattern.search(text) for text in found.values())
+
+
+def test_coverage_counts_claims_with_effects():
+    """Count a measured claim, a computed one, and one without runs."""
+    runs = runs_of(demo())
+    names = ["cpt_improves", "products_fanout", "detection_saves"]
+    assert rules.coverage(judge_claims(runs, names)) == (2, 1)
+    assert rules.coverage(judge_claims(runs.iloc[:0], names)) == (1, 2)
+
+
+# --- levels: quality at full bits, beside every effect --------------------------------------------
+
+
+def test_effect_level_ignores_number_of_cycles():
+    """Take the static arm of any number of cycles as the level."""
+    specs = demo(schedules=["CR"], static_bits=[], n_cycles=8)
+    specs += demo(schedules=["CR"], n_cycles=2)
+    runs = runs_of(specs, lambda s: 0.9 if s.arm == "static 8" else 0.5)
+    wanted = runs[runs["n_cycles"] == 8][levels.LEVEL_COLUMNS]
+    level = levels.level_of(levels.full_bits(runs), wanted.itertuples(False, None))
+    assert level == "static 8 reaches 90.0 %"
+
+
+def test_experiment_level_falls_back_to_best_arm():
+    deficits = designs.deficit_scan("demo", "digits", seeds=range(3))
+    runs = runs_of(deficits, lambda s: 0.5 if s.schedule.windows else 0.8)
+    assert levels.experiment_level(runs) == "no deficit reaches 80.0 %"
+    cyclic = demo(schedules=["CR", "RR"], static_bits=[])
+    runs = runs_of(cyclic, lambda s: 0.6 if s.arm == "CR" else 0.5)
+    text = "no run at 8/8; the best arm (CR) reaches 60.0 %"
+    assert levels.experiment_level(runs) == text
+    fewer = [replace(s, q_grad=6) for s in demo(schedules=["CR"])]
+    assert levels.full_bits(runs_of(fewer)).empty
+
+
+def test_quality_text_spans_recipes_and_perplexities():
+    text = partial(demo, "pydoc", task="language_model", schedules=[], seeds=[0, 1])
+    runs = runs_of(
+        [*text(), *text(steps=320)], lambda s: 1280 / s.recipe.steps, "perplexity"
+    )
+    first = runs[runs["total_steps"] == 320]
+    assert levels.quality_text(first) == "perplexity 4.00"
+    assert levels.quality_text(runs).startswith("perplexity 4.00 to ")
+    assert levels.quality_text(runs.iloc[:0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("cifar10-jpeg", "1.4 epochs of 10,000 images of 16 x 16"),
+        ("gcn", "64 epochs of the whole graph"),
+        ("ptb", "2.1 passes over 100,000 words"),
+        ("", "64,000 steps"),
+    ],
+)
+def test_training_text_states_epochs_or_steps(case, text):
+    r = CASES[case].recipe if case else recipe("paper", "cifar10")
+    assert levels.training_text(r) == text
+
+
+# --- dates of rules: a changed rule needs a new date, and older rows are marked -------------------
+
+
+@pytest.mark.slow
+def test_claim_dates_match_last_rule_changes():
+    """Fail after a change of a rule until ``python -m bench.date_claim_rules`` dates it."""
+    found = claims()
+    assert [c.id for c in found if c.rule != date_claim_rules.fingerprint(c)] == []
+    assert all(pd.Timestamp(c.since).tzinfo is not None for c in found)
+    newest = pd.Timestamp(max(c.since for c in found))
+    assert newest > pd.Timestamp("2026-01-01", tz="UTC")
+
+
+def test_rule_fingerprint_changes_with_rule(monkeypatch):
+    claim = IDS["entailment_small"]
+    old = date_claim_rules.fingerprint(claim)
+    unrelated = replace(claim, claim="in other words", place="section 9", since="")
+    assert date_claim_rules.fingerprint(unrelated) == old
+    other = {
+        "measure": "delay",
+        "a": "ER",
+        "b": "static 6",
+        "tasks": "",
+        "test": "equal",
+        "margin": 1.0,
+        "only": "q_max=6",
+        "grids": "",
+    }
+    assert set(other) == set(date_claim_rules.LINE)
+    for name, value in other.items():
+        changed = replace(claim, **{name: value})
+        assert date_claim_rules.fingerprint(changed) != old, name
+    code = (another_rule, *date_claim_rules.CODE[1:])
+    monkeypatch.setattr(date_claim_rules, "CODE", code)
+    assert date_claim_rules.fingerprint(claim) != old
+    new = date_claim_rules.update_date(claim, "2030-01-01T00:00:00+00:00")
+    assert new.since == "2030-01-01T00:00:00+00:00"
+    assert date_claim_rules.update_date(new, "2031-01-01T00:00:00+00:00") == new
+
+
+def another_rule(*_, **__):
+    """Return another number."""
+    return 1 + 1
+
+
+another_rule.__module__ = rules.__name__
+
+PARTS = [  # what the fingerprint of a claim has to cover
+    (rules, "_majority", "cost_decides", another_rule),
+    (rules, "MIN_SEEDS", "cpt_improves", 2),
+    (statistics, "by_seed", "cpt_improves", another_rule),
+    (statistics, "ALPHA", "cpt_improves", 0.1),
+    (predictors, "rank_correlation", "noise_decides", another_rule),
+    (predictors, "PREDICTORS", "noise_decides", {"relative_cost": 1}),
+    (claim_measures, "_lengths", "deficit_length", another_rule),
+    (run_groups, "preregistered", "cpt_improves", another_rule),
+    (run_table, "EXTERNAL_FAILURE", "cpt_improves", re.compile("no memory")),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "claim", "other"), PARTS)
+def test_rule_fingerprint_covers_called_functions(
+    module, name, claim, other, monkeypatch
+):
+    """Include called functions, constants and patterns in the fingerprint of a rule."""
+    old = date_claim_rules.fingerprint(IDS[claim])
+    monkeypatch.setattr(module, name, other)
+    assert date_claim_rules.fingerprint(IDS[claim]) != old
+
+
+def test_rule_fingerprint_ignores_comments_and_docstrings():
+    def documented(x):
+        """Documented."""
+        return x + 1  # a comment
+
+    def undocumented(x):
+        return x + 1
+
+    def different(x):
+        return x - 1
+
+    def words(function):
+        found = date_claim_rules.code_words(function)
+        return [word for word in found if word[0] != "FunctionDef"]  # but for its name
+
+    assert words(undocumented) == words(documented) != words(different)
+
+
+@pytest.mark.parametrize(
+    ("since", "starts", "note"),
+    [
+        ("2025-12-31T10:00", {}, ""),
+        ("2026-01-01T00:01", {}, "; rows older than the rule"),
+        ("2026-01-01T00:01", {1: "2999-01-01"}, "; some rows older than the rule"),
+    ],
+)
+def test_claim_marks_rows_older_than_rule(since, starts, note):
+    rows = by_arm(demo(), {})  # started on the first of January 2026
     for row in rows:
-        spec = row["spec"]
-        if spec["arm"] == "static 8" and spec["recipe"]["model"] == "gcn":
-            (accuracy,) = [
-                m["value"]
-                for m in row["metrics"]
-                if (m["name"], m["split"], m["when"], m["precision"])
-                == ("accuracy", "test", "final", "q_max")
-            ]
-            value[spec["recipe"]["aggregation"], spec["seed"]] = accuracy
-    seeds = sorted(
-        {seed for _, seed in value if {("fp", seed), ("quantized", seed)} <= set(value)}
-    )
-    differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
-    (on_test_nodes,) = effect.other_controls  # figure 5 has validation nodes
-    assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))
+        started = starts.get(row["spec"]["seed"], row["provenance"]["started"])
+        row["provenance"] = {**row["provenance"], "started": started}
+    entry = judge(replace(IDS["cpt_improves"], since=f"{since}:00+00:00"), table(rows))
+    assert entry.rule() == f"{since.replace('T', ' ')} UTC{note}"
+    assert replace(entry, claim=replace(entry.claim, since="")).rule() == "undated"

@@ -13,7 +13,8 @@ from cpt_lab.analysis.deficit_dates import decay_name
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.paths import results_dir
-from tests.analysis.test_claims import IDS, rows_of
+from tests.analysis.synthetic import rows_of
+from tests.analysis.test_claims import IDS
 from tests.helpers import refused, row_of
 
 STARTS = (0, 12, 24, 36, 48)

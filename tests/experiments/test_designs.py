@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import NAN, RECIPES, errors_text, price, quietly
+from helpers import NAN, RECIPES, errors_text, price, quietly, smoke_spec
 from torch import nn
 
 from cpt_core.schedules.schedule import StaticSchedule
@@ -17,7 +17,9 @@ from cpt_lab.experiments.graph import DEFICITS_OWN
 from cpt_lab.experiments.image import DEFICITS_CIFAR
 from cpt_lab.experiments.registry import deficits, recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.tasks.image import ImageTask
+from cpt_lab.training.session import Session
 
 ONE_ARM = {"schedules": ["CR"], "static_bits": [], "q_max": [8], "seeds": [0]}
 SCAN = {"deficit_window": 20, "steps": 100, "seeds": [4]}
@@ -234,6 +236,19 @@ def test_deficits_of_user_data_follow_family():
     assert (own.dataset, settings) == ("a.npz", DEFICITS_CIFAR)
     assert deficits("demo", "ogbn-arxiv", task="graph")[1] == DEFICITS_OWN
     assert deficits("smoke", "templates", task="entailment")[0].evaluate_every == 4
+
+
+@pytest.mark.parametrize(("how", "shared"), [("simulated", True), ("integer", False)])
+def test_recipe_execution_selects_int8_matmuls(how, shared):
+    spec = smoke_spec("digits", execution=how, shared_steps=shared)
+    model = Session(load_task_class(spec), spec).model
+    layers = [m.precision for m in model.modules() if hasattr(m, "precision")]
+    assert layers
+    for precision in layers:
+        assert precision.execution == how
+        roles = [role for role in precision.quantizers if "_" not in role]
+        steps = {precision.quantizers[role].granularity for role in roles}
+        assert (steps == {"per_tensor"}) is shared
 
 
 # --- equal cost -----------------------------------------------------------------------------------

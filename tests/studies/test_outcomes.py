@@ -308,7 +308,6 @@ def test_h5_answers_follow_effects(measured, golden):
             [
                 h5.verdict(found),
                 *(f"{a.outcome}; {a.rules_text()}" for a in h5.answers(runs)),
-                *(f"{rule}: {told}" for rule, told in h5.robustness(parts).items()),
                 terminal(h5.summary(found)),
             ]
         )
