@@ -1,9 +1,12 @@
-"""Conversion by quantize_() and back by restore_(): selected layers, reasons, dtypes, devices and seeds."""
+"""Conversion by quantize_() and back by restore_(): layers, reasons, dtypes, devices."""
 
 import copy
 import itertools
+import random
 import re
 import warnings
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,16 +27,17 @@ from torch.nn.utils import parametrizations
 from cpt_core.bitops.summary import summary
 from cpt_core.quantization.convert import (
     QuantConfig,
+    _excluded,
     layer_precisions,
     quantize_,
     restore_,
 )
 from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.rounding import num_steps
-from cpt_core.quantization.scheduler import precision
+from cpt_core.quantization.scheduler import _match_patterns, precision
 from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.formats.tensor_rounding import quantize
-from cpt_extras.kernels.backend import backend as kernels_in_force
+from cpt_extras.kernels.backend import backend as active_kernels
 from cpt_extras.kernels.backend import reference
 
 BITS, Q_GRAD = 3, 5
@@ -43,68 +47,65 @@ def quantized_names(model):
     return [row.name for row in summary(model).quantized]
 
 
-# --- a converted layer is "quantise, then call the original" --------------------------------------
+# --- a converted layer is "quantise, then call the original" ------------------------
+
+IMAGES = (2, 4, 7, 7)
+
+
+def conv(*sizes, **options):
+    return lambda: nn.Conv2d(*sizes, **options)
+
 
 LAYERS = {
-    "plain": (lambda: nn.Conv2d(4, 6, 3, bias=False), (2, 4, 7, 7)),
-    "bias": (lambda: nn.Conv2d(4, 6, 3), (2, 4, 7, 7)),
-    "groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (2, 4, 7, 7)),
-    "depthwise": (
-        lambda: nn.Conv2d(4, 4, 3, groups=4, stride=2, padding=1),
-        (2, 4, 7, 7),
-    ),
-    "same": (lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), (2, 4, 7, 7)),
-    "reflect": (
-        lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"),
-        (2, 4, 7, 7),
-    ),
-    "circular": (
-        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
-        (2, 4, 7, 7),
-    ),
-    "1x1": (lambda: nn.Conv2d(4, 6, 1), (2, 4, 1, 1)),
-    "one picture": (lambda: nn.Conv2d(4, 6, 3), (4, 7, 7)),
+    "plain": (conv(4, 6, 3, bias=False), IMAGES),
+    "bias": (conv(4, 6, 3), IMAGES),
+    "groups": (conv(4, 6, 3, groups=2), IMAGES),
+    "depthwise": (conv(4, 4, 3, groups=4, stride=2, padding=1), IMAGES),
+    "same": (conv(4, 6, 3, padding="same", dilation=2), IMAGES),
+    "reflect": (conv(4, 6, 3, padding=(1, 2), padding_mode="reflect"), IMAGES),
+    "circular": (conv(4, 6, 3, padding=1, padding_mode="circular"), IMAGES),
+    "1x1": (conv(4, 6, 1), (2, 4, 1, 1)),
+    "one image": (conv(4, 6, 3), (4, 7, 7)),
     "1d": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 9)),
     "3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 2, 4, 4, 4)),
     "linear": (lambda: nn.Linear(4, 6), (5, 4)),
     "linear without bias": (lambda: nn.Linear(4, 6, bias=False), (5, 4)),
     "linear 3d": (lambda: nn.Linear(4, 6), (2, 3, 4)),
     "linear 1d": (lambda: nn.Linear(4, 6), (4,)),
-    "no pictures": (lambda: nn.Conv2d(4, 6, 3), (0, 4, 7, 7)),
+    "no images": (conv(4, 6, 3), (0, 4, 7, 7)),
     "no sequences": (lambda: nn.Conv1d(4, 6, 3), (0, 4, 9)),
     "no rows": (lambda: nn.Linear(4, 6), (0, 4)),
 }
 
 
-@pytest.mark.parametrize("kind", list(LAYERS))
-def test_quantized_layer_equals_quantize_then_call(kind, device):
+@pytest.mark.parametrize("name", LAYERS)
+def test_quantized_layer_equals_quantize_then_call(name, device):
     torch.manual_seed(0)
-    make, shape = LAYERS[kind]
+    make, shape = LAYERS[name]
     plain = make().to(device)
     layer = quantize_(copy.deepcopy(plain), NEAREST)
-    x, twin = (torch.randn(shape, device=device).requires_grad_() for _ in range(2))
-    twin.data.copy_(x.data)
+    x = torch.randn(shape, device=device).requires_grad_()
+    x_plain = x.detach().clone().requires_grad_()
 
     role = "linear" if isinstance(plain, nn.Linear) else "conv"
     operands = {"weight": quantize(plain.weight, BITS, f"{role}_weight")}
     if plain.bias is not None:
         operands["bias"] = quantize(plain.bias, BITS, "bias")
-    y = torch.func.functional_call(
-        plain, operands, quantize(twin, BITS, f"{role}_input")
-    )
-    grad_levels = torch.tensor(num_steps(Q_GRAD), device=device)
-    y = quantize_gradient(y, grad_levels, NEAREST.quantizers[f"{role}_grad"])
+    x_rounded = quantize(x_plain, BITS, f"{role}_input")
+    expected = torch.func.functional_call(plain, operands, x_rounded)
+    steps = torch.tensor(num_steps(Q_GRAD), device=device)
+    quantizer = NEAREST.quantizers[f"{role}_grad"]
+    upstream = torch.randn_like(expected)
+    quantize_gradient(expected, steps, quantizer).backward(upstream)
 
     with precision(layer, BITS, q_grad=Q_GRAD):
-        z = layer(x)
-        upstream = torch.randn_like(z)
-        z.backward(upstream)
-    y.backward(upstream)
-    torch.testing.assert_close(z, y)
-    torch.testing.assert_close(x.grad, twin.grad)
+        y = layer(x)
+        y.backward(upstream)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, x_plain.grad)
     for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-    assert x.numel() == 0 or not torch.allclose(z, plain(x))
+    assert x.numel() == 0 or not torch.allclose(y, plain(x))
 
 
 def test_quantize_keeps_parameters_and_restore_undoes_it():
@@ -115,17 +116,15 @@ def test_quantize_keeps_parameters_and_restore_undoes_it():
     assert quantize_(model) is model
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
-    assert all(
-        after[name] is parameter for name, parameter in parameters.items()
-    )  # an optimizer stays valid
+    # an optimizer stays valid
+    assert all(after[name] is p for name, p in parameters.items())
     assert not any(m.training for m in model.modules())
     with precision(model, 2):
         assert not torch.equal(model(x), expected)
     assert restore_(model) is model
     assert torch.equal(model(x), expected)
     assert calls == ["hook"] * 3
-    quantize_(model)  # and it can be converted again
-    assert quantized_names(model) == ["0", "3", "5"]
+    assert quantized_names(quantize_(model)) == ["0", "3", "5"]
 
 
 def test_quantize_keeps_shared_modules_and_parameters():
@@ -138,59 +137,72 @@ def test_quantize_keeps_shared_modules_and_parameters():
     assert isinstance(restore_(model)[0], nn.Linear)
 
 
-# --- what is chosen -------------------------------------------------------------------------------
+# --- selected layers ----------------------------------------------------------------
 
 
-def test_quantize_selects_by_patterns_and_filter():
-    assert quantized_names(quantize_(small(), QuantConfig(float32=("3",)))) == [
-        "0",
-        "5",
-    ]
-    assert quantized_names(quantize_(small(), QuantConfig(float32=("[03]",)))) == ["5"]
-    assert quantized_names(
-        quantize_(small(), filter_fn=lambda m, name: isinstance(m, nn.Linear))
-    ) == ["5"]
-    both = quantize_(
-        small(), QuantConfig(float32=("0",)), filter_fn=lambda m, name: name != "5"
-    )
-    assert quantized_names(both) == ["3"]
+@pytest.mark.parametrize(
+    ("float32", "filter_fn", "names"),
+    [
+        (("3",), None, ["0", "5"]),
+        (("[03]",), None, ["5"]),
+        ((), lambda m, name: isinstance(m, nn.Linear), ["5"]),
+        (("0",), lambda m, name: name != "5", ["3"]),
+    ],
+)
+def test_quantize_selects_by_patterns_and_filter(float32, filter_fn, names):
+    model = quantize_(small(), QuantConfig(float32=float32), filter_fn=filter_fn)
+    assert quantized_names(model) == names
 
 
-def test_quantize_pattern_covers_descendants():
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)
-    )
-    assert quantized_names(
-        quantize_(copy.deepcopy(model), QuantConfig(float32=("0",)))
-    ) == ["1"]
-    assert quantized_names(
-        quantize_(copy.deepcopy(model), QuantConfig(float32=("0.1",)))
-    ) == ["0.0", "1"]
+PARTS = {
+    "0": nn.Identity(),
+    "1": nn.ModuleDict({"a": nn.Identity(), "aa": nn.Identity()}),
+}
+NESTED = nn.ModuleDict({name: nn.ModuleDict(PARTS) for name in ("a", "b", "ab", "a1")})
+NAMES = [name for name, _ in NESTED.named_modules() if name]
+PATTERNS = [*NAMES, "*", "a*", "*.a", "?", "[ab]", "a?", "*.1", "a.*"]
+
+
+def test_patterns_equal_one_by_one_matching():
+    """Draw patterns of float32 modules, which cover descendants, and of schedules."""
+    generator = random.Random(0)
+    layers = {name: SimpleNamespace(has_weights=False) for name in NAMES}
+    for _ in range(20):
+        patterns = generator.sample(PATTERNS, 4)
+        first_match = {}
+        for name in NAMES:
+            matches = [p for p in patterns if fnmatchcase(name, p)]
+            if matches:
+                first_match[name] = matches[0]
+        covered = {
+            name
+            for name in NAMES
+            if any(f"{name}.".startswith(f"{match}.") for match in first_match)
+        }
+        assert _excluded(NESTED, tuple(patterns), {}) == covered
+        assert _match_patterns(layers, patterns, "schedule") == first_match
 
 
 class SamePadding(nn.Conv2d):
     """Convolution that pads as TensorFlow does, as model collections write it."""
 
     def forward(self, x):
-        pad = [
-            max((-(-n // s) - 1) * s + k - n, 0)
-            for n, s, k in zip(x.shape[-2:], self.stride, self.kernel_size, strict=True)
-        ]
+        sizes = zip(x.shape[-2:], self.stride, self.kernel_size, strict=True)
+        pad = [max((-(-n // s) - 1) * s + k - n, 0) for n, s, k in sizes]
         x = F.pad(
             x, [pad[1] // 2, pad[1] - pad[1] // 2, pad[0] // 2, pad[0] - pad[0] // 2]
         )
-        return F.conv2d(
-            x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
-        )
+        options = self.stride, 0, self.dilation, self.groups
+        return F.conv2d(x, self.weight, self.bias, *options)
 
 
-IMAGES, SEQUENCES = (2, 3, 8, 8), (2, 5, 4)
-CAUGHT = {
-    "subclass": (lambda: SamePadding(3, 4, 3, stride=2), IMAGES, [""]),
-    "transposed": (lambda: nn.ConvTranspose2d(3, 3, 2), IMAGES, [""]),
+PICTURES, SEQUENCES, STEPS = (2, 3, 8, 8), (2, 5, 4), (5, 4)
+WITH_OWN_FORWARD = {  # name -> module, shape of inputs, layers of its matmuls
+    "subclass": (lambda: SamePadding(3, 4, 3, stride=2), PICTURES, [""]),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 3, 2), PICTURES, [""]),
     "transposed in groups": (
         lambda: nn.ConvTranspose2d(3, 6, 2, groups=3),
-        IMAGES,
+        PICTURES,
         [""],
     ),
     "gru": (lambda: nn.GRU(4, 4, 2, bidirectional=True), SEQUENCES, [""]),
@@ -200,149 +212,81 @@ CAUGHT = {
         [""],
     ),
     "projected": (lambda: nn.LSTM(4, 4, proj_size=2), SEQUENCES, [""]),
-    "cell": (lambda: nn.GRUCell(4, 3), SEQUENCES[1:], [""]),
-    "lstm cell": (lambda: nn.LSTMCell(4, 3), SEQUENCES[1:], [""]),
+    "cell": (lambda: nn.GRUCell(4, 3), STEPS, [""]),
+    "lstm cell": (lambda: nn.LSTMCell(4, 3), STEPS, [""]),
     "encoder": (
         lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
         SEQUENCES,
         ["linear1", "linear2", "self_attn", "self_attn.out_proj"],
     ),
-    "parametrised": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    "weight norm": (
+        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
         SEQUENCES,
         [""],
     ),
     "orthogonal": (
-        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
         SEQUENCES,
         [""],
     ),
 }
 
 
+def flat_tensors(y):
+    """Return the tensors in nested tuples."""
+    if isinstance(y, torch.Tensor):
+        return [y]
+    return [tensor for part in y for tensor in flat_tensors(part)]
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", CAUGHT)
-def test_quantize_keeps_custom_forward_with_quantized_matmuls(kind, mode):
-    make, size, names = CAUGHT[kind]
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("name", WITH_OWN_FORWARD)
+def test_quantize_keeps_custom_forward_with_quantized_matmuls(name, is_training):
+    make, shape, layers = WITH_OWN_FORWARD[name]
     torch.manual_seed(0)
-    plain = make().train(mode == "train")
-    model, x = (
-        quantize_(nn.ModuleDict({"other": copy.deepcopy(plain)})),
-        torch.randn(size),
-    )
-    other = model["other"]
-    torch.manual_seed(1)
-    expected = plain(x)
-    torch.manual_seed(1)
+    plain = make().train(is_training)
+    model = quantize_(nn.ModuleDict({"other": copy.deepcopy(plain)}))
+    other, x = model["other"], torch.randn(shape)
+
+    def run(module):
+        torch.manual_seed(1)  # of dropout
+        return flat_tensors(module(x))
+
+    expected = run(plain)
     with precision(model, "float"):
-        y = other(x)
-    torch.manual_seed(1)
+        torch.testing.assert_close(run(other), expected, rtol=1e-5, atol=1e-6)
     with precision(model, 16, "float"):
-        near = other(x)
-    for a, b, c in zip(*map(tensors, (expected, y, near)), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(c, a, rtol=0.01, atol=0.01)
+        torch.testing.assert_close(run(other), expected, rtol=0.01, atol=0.01)
     with precision(model, 4):
         operations = reported_operations(other, x)
-    layers = [f"other.{name}".rstrip(".") for name in names]
-    assert {
-        operation.layer for operation in operations if operation.precision is not None
-    } == set(layers)
-    makers = {"other.parametrizations.weight.0"}  # what makes a weight
-    assert {
-        operation.layer for operation in operations if operation.precision is None
-    } <= makers
-    assert torch.equal(
-        tensors(restore_(model)["other"].eval()(x))[0], tensors(plain.eval()(x))[0]
-    )
+    quantized = {op.layer for op in operations if op.precision is not None}
+    assert quantized == {f"other.{name}".rstrip(".") for name in layers}
+    # what computes a weight
+    in_float32 = {op.layer for op in operations if op.precision is None}
+    assert in_float32 <= {"other.parametrizations.weight.0"}
+    restore_(model).eval()
+    assert identical(run(other), run(plain.eval()))
 
 
-def tensors(y):
-    return [
-        t
-        for part in (y if isinstance(y, tuple) else (y,))
-        for t in (part if isinstance(part, tuple) else (part,))
-    ]
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_quantize_recurrent_layers_take_packed_sequences(both):
+@pytest.mark.parametrize("is_bidirectional", [False, True])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_quantize_recurrent_layers_take_packed_sequences(kind, is_bidirectional):
     torch.manual_seed(0)
-    for plain in (
-        nn.GRU(4, 3, 2, bidirectional=both),
-        nn.LSTM(4, 3, 2, bidirectional=both, proj_size=2),
-    ):
-        parts = [torch.randn(n, 4) for n in (2, 5, 3)]
-        packed = nn.utils.rnn.pack_sequence(parts, enforce_sorted=False)
-        expected, state = plain(packed)
-        model = quantize_(copy.deepcopy(plain))
-        with precision(model, 20):
-            y, end = model(packed)
-        torch.testing.assert_close(y.data, expected.data, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(tensors(end), tensors(state), rtol=1e-3, atol=1e-4)
+    options = {"proj_size": 2} if kind == "LSTM" else {}
+    plain = getattr(nn, kind)(4, 3, 2, bidirectional=is_bidirectional, **options)
+    parts = [torch.randn(length, 4) for length in (2, 5, 3)]
+    packed = nn.utils.rnn.pack_sequence(parts, enforce_sorted=False)
+    expected, expected_state = plain(packed)
+    model = quantize_(copy.deepcopy(plain))
+    with precision(model, 20):
+        y, state = model(packed)
+    found = [y.data, *flat_tensors(state)]
+    expected = [expected.data, *flat_tensors(expected_state)]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_summary_lists_unconverted_modules_with_reason():
-    model = nn.ModuleDict(
-        {"a": nn.Embedding(4, 2), "b": nn.LazyLinear(3), "linear": nn.Linear(2, 2)}
-    )
-    quantize_(model, QuantConfig(float32=("b",)))
-    table = summary(model)
-    assert quantized_names(model) == ["linear"]
-    assert [row.reason for row in table.float32] == [
-        "no matmul or convolution found in its forward()",
-        "lazy and without shapes: run the model once, then call quantize_",
-    ]
-    assert all(row.reason in str(table) for row in table.float32)
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "message"),
-    [
-        (parametrizations.weight_norm(nn.Linear(4, 4)), None, ""),
-        (
-            FunctionModule(
-                lambda m, x: x @ m.held[0], held=nn.ParameterList([torch.ones(4, 4)])
-            ),
-            None,
-            "",
-        ),
-        (
-            nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)),
-            QuantConfig(float32=("1",)),
-            "",
-        ),
-        (nn.Sequential(nn.Linear(4, 4), nn.PReLU(9)), None, ""),
-        (
-            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)),
-            QuantConfig(float32=("1",)),
-            "",
-        ),  # as asked for
-        (nn.Sequential(nn.Linear(4, 4), nn.Embedding(9, 4), nn.LayerNorm(4)), None, ""),
-        (
-            nn.Sequential(nn.Linear(4, 4), nn.ParameterList([torch.ones(4, 4)])),
-            None,
-            r"^50% .* float32: 1 ParameterList \(no matmul or convolution found in its forward\(\)\)",
-        ),
-        (
-            nn.Sequential(nn.Linear(4, 40), nn.ParameterList([torch.ones(4, 4)])),
-            None,
-            "",
-        ),  # less than a tenth
-    ],
-)
-def test_quantize_warns_of_weights_in_float32(model, config, message):
-    with warnings.catch_warnings(record=True, action="always") as seen:
-        quantize_(model, config)
-    assert len(seen) == bool(message)
-    for warning in seen:
-        assert re.match(message, str(warning.message))
-        assert "\n" not in str(warning.message)
-        assert warning.filename == __file__
-
-
-class Owner(nn.Module):
+class OwnParameters(nn.Module):
     """Module that overrides ``parameters``, as in meta-learning code."""
 
     def __init__(self):
@@ -357,101 +301,147 @@ class Owner(nn.Module):
 
 
 def test_quantize_module_with_overridden_parameters_method():
-    model = quantize_(Owner())
+    model = quantize_(OwnParameters())
     with precision(model, 4):
-        assert [
-            operation.layer
-            for operation in reported_operations(model, torch.randn(2, 8))
-        ] == [""]
+        operations = reported_operations(model, torch.randn(2, 8))
+    assert [operation.layer for operation in operations] == [""]
+
+
+# --- reports ------------------------------------------------------------------------
+
+
+def test_summary_lists_unconverted_modules_with_reason():
+    modules = {
+        "a": nn.Embedding(4, 2),
+        "b": nn.LazyLinear(3),
+        "linear": nn.Linear(2, 2),
+    }
+    model = quantize_(nn.ModuleDict(modules), QuantConfig(float32=("b",)))
+    table = summary(model)
+    assert quantized_names(model) == ["linear"]
+    assert [row.reason for row in table.float32] == [
+        "no matmul or convolution found in its forward()",
+        "lazy and without shapes: run the model once, then call quantize_",
+    ]
+    assert all(row.reason in str(table) for row in table.float32)
+
+
+def linear_and(*others, size=4):
+    return nn.Sequential(nn.Linear(4, size), *others)
+
+
+def parameter_list():
+    return nn.ParameterList([torch.ones(4, 4)])
+
+
+SECOND = QuantConfig(float32=("1",))
+HALF_IN_FLOAT32 = (
+    r"^50% .* float32: 1 ParameterList "
+    r"\(no matmul or convolution found in its forward\(\)\)"
+)
 
 
 @pytest.mark.parametrize(
-    ("execution", "bits", "q_grad", "said"),
+    ("make", "config", "message"),
     [
-        ("simulated", 4, 6, "bits=4, q_grad=6, execution=simulated, kernels={}"),
+        (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), None, None),
         (
-            "simulated",
-            "float",
-            "float",
-            "bits=float32, q_grad=float32, execution=simulated, kernels={}",
+            lambda: FunctionModule(lambda m, x: x @ m.w[0], w=parameter_list()),
+            None,
+            None,
         ),
-        ("integer", 4, 12, "bits=4, q_grad=12, execution=integer, kernels={}"),
-        (
-            "integer",
-            12,
-            4,
-            "bits=12, q_grad=4, execution=integer (simulated at these bits), kernels={}",
-        ),
-        (
-            "integer",
-            "float",
-            "float",
-            "bits=float32, q_grad=float32, execution=integer, kernels={}",
-        ),
+        (lambda: linear_and(nn.LazyLinear(4)), SECOND, None),
+        (lambda: linear_and(nn.PReLU(9)), None, None),
+        (lambda: linear_and(nn.Linear(4, 8)), SECOND, None),
+        (lambda: linear_and(nn.Embedding(9, 4), nn.LayerNorm(4)), None, None),
+        (lambda: linear_and(parameter_list()), None, HALF_IN_FLOAT32),
+        # less than a tenth
+        (lambda: linear_and(parameter_list(), size=40), None, None),
     ],
 )
-def test_summary_and_repr_show_active_bits(execution, bits, q_grad, said):
+def test_quantize_warns_of_weights_in_float32(make, config, message):
+    model = make()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        quantize_(model, config)
+    assert len(caught) == (message is not None)
+    for warning in caught:
+        assert re.match(message, str(warning.message))
+        assert "\n" not in str(warning.message)
+        assert warning.filename == __file__
+
+
+ACTIVE_BITS = [  # execution, bits, gradient bits, their description
+    ("simulated", 4, 6, "bits=4, q_grad=6, execution=simulated"),
+    (
+        "simulated",
+        "float",
+        "float",
+        "bits=float32, q_grad=float32, execution=simulated",
+    ),
+    ("integer", 4, 12, "bits=4, q_grad=12, execution=integer"),
+    (
+        "integer",
+        12,
+        4,
+        "bits=12, q_grad=4, execution=integer (simulated at these bits)",
+    ),
+    ("integer", "float", "float", "bits=float32, q_grad=float32, execution=integer"),
+]
+
+
+@pytest.mark.parametrize(("execution", "bits", "q_grad", "description"), ACTIVE_BITS)
+def test_summary_and_repr_show_active_bits(execution, bits, q_grad, description):
     model = quantize_(small(), QuantConfig(execution=execution))
     layers = layer_precisions(model)
-    before = f"in force in {len(layers)} layers: bits=not set, execution={execution}"
-    assert str(summary(model)).splitlines()[-1] == before
+
+    def last_lines(n):
+        return str(summary(model)).splitlines()[-n:]
+
+    unset = f"in force in {len(layers)} layers: bits=not set, execution={execution}"
+    assert last_lines(1) == [unset]
     with precision(model, bits, q_grad):
-        kernels = kernels_in_force().cpu
+        kernels = active_kernels().cpu
+        shown = f"{description}, kernels={kernels}"
         for name in layers:
-            assert f"({said.format(kernels)})" in repr(model.get_submodule(name))
-        assert (
-            str(summary(model)).splitlines()[-1]
-            == f"in force in {len(layers)} layers: {said.format(kernels)}"
-        )
+            assert f"({shown})" in repr(model.get_submodule(name))
+        assert last_lines(1) == [f"in force in {len(layers)} layers: {shown}"]
         with reference():
-            assert said.format("reference") in repr(model)
+            assert f"{description}, kernels=reference" in repr(model)
         first, *others = layers.values()
         first.set_levels(RoleLevels(7, 3, 5, 5))
         roles = "activation=7, weight=3, error=5, weight_gradient=5"
-        assert str(summary(model)).splitlines()[-2:] == [
+        assert last_lines(2) == [
             f"in force in 1 layer: {roles}, execution={execution}, kernels={kernels}",
-            f"in force in {len(others)} layers: {said.format(kernels)}",
+            f"in force in {len(others)} layers: {shown}",
         ]
-    assert str(summary(model)).splitlines()[-1] == before
+    assert last_lines(1) == [unset]
 
 
-# --- copies, casts and devices --------------------------------------------------------------------
+# --- casts, devices, seeds ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "cast",
-    [
-        nn.Module.half,
-        nn.Module.bfloat16,
-        nn.Module.double,
-        lambda m: m.to(torch.bfloat16),
-    ],
-)
-def test_precision_state_stays_float32_after_casts(cast, device):
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.double])
+def test_precision_state_stays_float32_after_casts(dtype, device):
     model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(device)
     with precision(model, 7, q_grad=16):
         model(torch.randn(3, 4, device=device)).sum().backward()
-        cast(model)
-        wanted = model[0].weight.dtype
-        assert wanted != torch.float32
+        model.to(dtype)
         for layer in model:
-            assert {x.dtype for x in running_ranges(layer)} == {torch.float32}
-            assert (layer.precision.num_steps, layer.precision.grad_num_steps) == (
-                2**7 - 1,
-                2**16 - 1,
-            )
-            assert {x.device.type for x in running_ranges(layer)} == {device.type}
-        y = model(torch.randn(3, 4, device=device, dtype=wanted))
+            ranges = {(x.dtype, x.device.type) for x in running_ranges(layer)}
+            assert ranges == {(torch.float32, device.type)}
+            assert layer.precision.num_steps == 2**7 - 1
+            assert layer.precision.grad_num_steps == 2**16 - 1
+        y = model(torch.randn(3, 4, device=device, dtype=dtype))
         model.zero_grad()
         y.sum().backward()
-    assert y.dtype == model[0].weight.grad.dtype == wanted
+    assert y.dtype == model[0].weight.grad.dtype == dtype
     assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_quantize_is_independent_of_default_dtype(dtype):
     """Convert and draw noise alike at every default dtype."""
-    plain, x, found = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4), []
+    plain, x, results = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4), []
     for default in (torch.float32, dtype):
         torch.set_default_dtype(default)
         try:
@@ -459,17 +449,12 @@ def test_quantize_is_independent_of_default_dtype(dtype):
             with precision(model, 16, q_grad=3):
                 y = model(x)
                 y.cos().sum().backward()
-                found.append(
-                    [
-                        y,
-                        *(p.grad for p in model.parameters()),
-                        *running_ranges(model),
-                        model[0].precision.num_steps,
-                    ]
-                )
+                steps = model[0].precision.num_steps
+            gradients = [p.grad for p in model.parameters()]
+            results.append([y, *gradients, *running_ranges(model), steps])
         finally:
             torch.set_default_dtype(torch.float32)
-    assert identical(*found)
+    assert identical(*results)
 
 
 def test_quantize_is_independent_of_default_device():
@@ -488,25 +473,22 @@ def test_quantize_is_independent_of_default_device():
 
 def test_quantize_gives_layers_distinct_noise_keys():
     def keys(seed):
-        model = quantize_(
-            nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), QuantConfig(seed=seed)
-        )
-        return [int(p.noise_key) for p in layer_precisions(model).values()]
+        layers = [nn.Linear(2, 2) for _ in range(5)]
+        model = quantize_(nn.Sequential(*layers), QuantConfig(seed=seed))
+        return sorted(int(p.noise_key) for p in layer_precisions(model).values())
 
-    first = sorted(keys(0))
-    assert (
-        min(b - a for a, b in itertools.pairwise(first)) >= 2**20
-    )  # calls before two layers have the same noise
-    assert keys(0) == keys(0)
+    first = keys(0)
+    # calls before two layers have the same noise
+    assert min(b - a for a, b in itertools.pairwise(first)) >= 2**20
+    assert keys(0) == first
     assert not set(first) & set(keys(1))
 
 
 def test_quant_config_selects_gradient_rounding():
     config = QuantConfig().with_gradient_rounding("nearest")
-    assert {
-        q.rounding for k, q in config.quantizers.items() if k.endswith("_grad")
-    } == {"nearest"}
-    assert {k: q for k, q in config.quantizers.items() if not k.endswith("_grad")} == {
-        k: q for k, q in QUANTIZERS.items() if not k.endswith("_grad")
-    }
+    for role, quantizer in config.quantizers.items():
+        if role.endswith("_grad"):
+            assert quantizer.rounding == "nearest"
+        else:
+            assert quantizer == QUANTIZERS[role]
     assert config.with_gradient_rounding("stochastic") == QuantConfig()

@@ -1,20 +1,35 @@
-"""Models that ``quantize_`` or ``restore_`` rejects: they stay unchanged."""
+"""Models, weights, inputs and tools that are rejected: nothing changes, errors help."""
 
 import functools
 
 import pytest
 import torch
-from helpers import pictures, refused, reported_operations, small
+from helpers import (
+    FunctionModule,
+    normal,
+    pictures,
+    refused,
+    reported_operations,
+    small,
+)
 from operation_samples import bert
 from quantization.test_attention import unknown_attention
-from torch import nn
+from torch import distributed, nn
+from torch.nn import functional as F
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrizations, parametrize
 
+from cpt_core.bitops.summary import summary
 from cpt_core.quantization import convert
 from cpt_core.quantization.convert import QuantConfig, precision_of, quantize_, restore_
 from cpt_core.quantization.scheduler import precision
 from cpt_extras.diagnostics import float32_weights
 from cpt_extras.diagnostics.float32_weights import QuantizationWarning
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning"
+)
 
 
 class Own(nn.Module):
@@ -28,35 +43,36 @@ class Own(nn.Module):
 
 def net():
     torch.manual_seed(0)
-    recurrent = nn.LSTM(4, 4)
-    recurrent.flatten_parameters()
-    return nn.ModuleDict(
-        {
-            "conv": nn.Conv2d(3, 4, 3),
-            "mlp": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
-            "own": Own(),
-            "lstm": recurrent,
-        }
-    )
+    lstm = nn.LSTM(4, 4)
+    lstm.flatten_parameters()
+    mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    layers = {"conv": nn.Conv2d(3, 4, 3), "mlp": mlp, "own": Own(), "lstm": lstm}
+    return nn.ModuleDict(layers)
 
 
-def everything(model):
-    """Return all that conversion could change: modules, classes, attributes, hooks, parameters."""
-    found = {}
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def snapshot(model):
+    """Return all that conversion could change: classes, attributes, hooks, tensors."""
+    modules = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        inside = {
-            key: list(value) if isinstance(value, dict) else value
-            for key, value in vars(module).items()
-        }
-        plain = {
-            k: v if isinstance(v, list | int | float | str | None) else id(v)
-            for k, v in inside.items()
-        }
-        found[name] = type(module), plain
-    return found, {name: id(p) for name, p in model.named_parameters()}
+        attributes = {}
+        for key, value in vars(module).items():
+            if isinstance(value, dict):
+                value = list(value)
+            is_plain = isinstance(value, list | int | float | str | None)
+            attributes[key] = value if is_plain else id(value)
+        modules[name] = type(module), attributes
+    return modules, {name: id(p) for name, p in model.named_parameters()}
 
 
-def holding(value):
+# --- models that are not converted --------------------------------------------------
+
+
+def with_precision_attribute(value):
     """Return a model with an attribute that conversion would hide."""
     model = net()
     model["own"].precision = value
@@ -69,157 +85,140 @@ def failing_filter(module, name):
     return True
 
 
+def converted_part():
+    return nn.Sequential(quantize_(nn.Linear(2, 2)), nn.Linear(2, 2))
+
+
+def list_only():
+    return nn.Sequential(nn.ParameterList([torch.ones(4, 4)]))
+
+
 ALREADY = r"converted already; call restore_\(model\) first"
 NOTHING = "nothing to quantise: nothing that multiplies in "
-REFUSED = {  # what -> model, arguments, and what is said
+NAME_TAKEN = r"Own\.precision has a name .* rename it"
+REFUSED = {  # name -> model, arguments, error
     "unknown preset": (
         net,
-        ("cifr",),
+        ["cifr"],
         "unknown preset 'cifr'; choose from all, cifar, imagenet",
     ),
     "pattern without a match": (
         net,
-        (QuantConfig(float32=("own", "head*")),),
+        [QuantConfig(float32=("own", "head*"))],
         r"pattern 'head\*' matches no module; similar names: ",
     ),
     "pattern of a model without parts": (
         lambda: nn.Linear(4, 4),
-        (QuantConfig(float32=("own",)),),
+        [QuantConfig(float32=("own",))],
         "matches no module; similar names: none, as it has",
     ),
-    "converted already": (lambda: quantize_(net()), (), ALREADY),
-    "converted in part": (
-        lambda: nn.Sequential(quantize_(nn.Linear(2, 2)), nn.Linear(2, 2)),
-        (),
-        ALREADY,
-    ),
+    "converted already": (lambda: quantize_(net()), [], ALREADY),
+    "converted in part": (converted_part, [], ALREADY),
     "nothing selected": (
         net,
-        (None, lambda module, name: False),
+        [None, lambda module, name: False],
         f"{NOTHING}ModuleDict was selected by filter_fn",
     ),
     "nothing left": (
         net,
-        (QuantConfig(float32=("*",)),),
+        [QuantConfig(float32=("*",))],
         f"{NOTHING}ModuleDict was selected$",
     ),
-    "nothing to convert": (nn.ReLU, (), f"^{NOTHING}ReLU was selected$"),
-    "nothing but a list": (
-        lambda: nn.Sequential(nn.ParameterList([torch.ones(4, 4)])),
-        (),
-        rf"^{NOTHING}Sequential was selected; 1 Param",
+    "nothing to convert": (nn.ReLU, [], f"^{NOTHING}ReLU was selected$"),
+    "list of parameters": (
+        list_only,
+        [],
+        f"^{NOTHING}Sequential was selected; 1 Param",
     ),
-    "a filter that fails": (net, (None, failing_filter), "lstm"),
-    "a name that is taken": (
-        lambda: holding(2.0),
-        (),
-        r"Own\.precision has a name .* rename it",
+    "failing filter": (net, [None, failing_filter], "lstm"),
+    "attribute": (lambda: with_precision_attribute(2.0), [], NAME_TAKEN),
+    "parameter": (
+        lambda: with_precision_attribute(nn.Parameter(torch.ones(4))),
+        [],
+        NAME_TAKEN,
     ),
-    "a parameter's name that is taken": (
-        lambda: holding(nn.Parameter(torch.ones(4))),
-        (),
-        r"Own\.precision has a name",
-    ),
-    "a module's name that is taken": (
-        lambda: holding(nn.ReLU()),
-        (),
-        r"Own\.precision has a name",
-    ),
-    "an unknown config": (
+    "module": (lambda: with_precision_attribute(nn.ReLU()), [], NAME_TAKEN),
+    "unknown config": (
         net,
-        (3,),
+        [3],
         "config must be QuantConfig or a string or None, got 3",
     ),
-    "attention of another kind": (
+    "unknown attention": (
         unknown_attention,
-        (),
+        [],
         r"attention with 'flash_attention_2'.*attn_implementation='eager'",
     ),
-    "nothing but a script": (
-        lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))),
-        (),
-        NOTHING,
-    ),
+    "script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), [], NOTHING),
 }
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
-@pytest.mark.filterwarnings(
-    "ignore::cpt_core.QuantizationWarning", "ignore:.*torch.jit:Warning"
-)
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
 def test_quantize_rejects_model_without_changing_it(name):
-    make, args, said = REFUSED[name]
+    make, args, message = REFUSED[name]
     model = make()
-    before = everything(model)
-    refused(said, quantize_, model, *args, error=(ValueError, KeyError))
-    assert everything(model) == before
+    before = snapshot(model)
+    refused(message, quantize_, model, *args, error=(ValueError, KeyError))
+    assert snapshot(model) == before
 
 
-@pytest.mark.parametrize(
-    "stage", ["precision", "hooks", "KeyboardInterrupt", "a warning made an error"]
-)
+@pytest.mark.parametrize("stage", ["precision", "hooks", "interrupt", "warning"])
 @pytest.mark.parametrize("make", [net, bert])
 def test_quantize_failing_midway_restores_the_model(make, stage, monkeypatch):
+    """Cover a warning that is an error, as all warnings of these tests are."""
     model, calls = make(), []
-    before = everything(model)
+    before = snapshot(model)
+    error = KeyboardInterrupt if stage == "interrupt" else RuntimeError
 
-    def failing(real):
-        def later(*args, **kwargs):
+    def fail_at_third_call(function):
+        def wrapper(*args, **kwargs):
             calls.append(args)
             if len(calls) == 3:
-                raise (
-                    KeyboardInterrupt
-                    if stage == "KeyboardInterrupt"
-                    else RuntimeError("midway")
-                )
-            return real(*args, **kwargs)
+                raise error("midway")
+            return function(*args, **kwargs)
 
-        return later
+        return wrapper
 
-    if stage == "hooks":
-        monkeypatch.setattr(convert, "Interception", failing(convert.Interception))
-    elif stage == "a warning made an error":
+    if stage == "warning":
         monkeypatch.setattr(float32_weights, "MIN_NOTABLE_SHARE", -1.0)
     else:
-        monkeypatch.setattr(convert, "_add_precision", failing(convert._add_precision))
-    with pytest.raises(
-        (RuntimeError, KeyboardInterrupt, QuantizationWarning)
-    ):  # warnings are errors in these tests
+        name = "Interception" if stage == "hooks" else "_add_precision"
+        function = getattr(convert, name)
+        monkeypatch.setattr(convert, name, fail_at_third_call(function))
+    with pytest.raises((RuntimeError, KeyboardInterrupt, QuantizationWarning)):
         quantize_(model)
-    assert everything(model) == before
+    assert snapshot(model) == before
     monkeypatch.undo()
-    assert everything(restore_(quantize_(model))) == before
+    assert snapshot(restore_(quantize_(model))) == before
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning"
-)
-@pytest.mark.parametrize("traced", [False, True], ids=["script", "trace"])
-def test_quantize_leaves_scripted_children_unchanged(traced):
+@pytest.mark.parametrize("is_traced", [False, True], ids=["script", "trace"])
+def test_quantize_leaves_scripted_children_unchanged(is_traced):
     torch.manual_seed(0)
-    script = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-    script = (
-        torch.jit.trace(script, torch.ones(1, 4))
-        if traced
-        else torch.jit.script(script)
-    )
-    model = nn.Sequential(
-        nn.Linear(4, 4), script, nn.Sequential(script, nn.Linear(4, 4))
-    )
-    before, y = everything(model), model(torch.ones(2, 4))
-    with pytest.warns(
-        QuantizationWarning, match="33% of the weights stay in float32: 1 "
-    ):
+    child = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    if is_traced:
+        script = torch.jit.trace(child, torch.ones(1, 4))
+    else:
+        script = torch.jit.script(child)
+    inner = nn.Sequential(script, nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), script, inner)
+    before, expected = snapshot(model), model(torch.ones(2, 4))
+    message = "33% of the weights stay in float32: 1 "
+    with pytest.warns(QuantizationWarning, match=message):
         quantize_(model)
     assert None not in (precision_of(model[0]), precision_of(model[2][1]))
     assert model[1] is script
     with precision(model, 16):
-        torch.testing.assert_close(model(torch.ones(2, 4)), y, atol=1e-3, rtol=0)
-    assert everything(restore_(model)) == before
-    assert torch.equal(model(torch.ones(2, 4)), y)
+        torch.testing.assert_close(model(torch.ones(2, 4)), expected, atol=1e-3, rtol=0)
+    assert snapshot(restore_(model)) == before
+    assert torch.equal(model(torch.ones(2, 4)), expected)
 
 
-# --- what else changes layers -----------------------------------------------------------------------------------------
+def test_restore_rejects_unconverted_model():
+    refused("the model has no quantised layers", restore_, small())
+
+
+# --- layers that others change ------------------------------------------------------
 
 
 class Doubled(nn.Module):
@@ -239,7 +238,11 @@ def remove_parametrisation(layer):
     parametrize.remove_parametrizations(layer, "weight")
 
 
-CHANGES = {
+def bind_forward(layer):
+    layer.forward = functools.partial(type(layer).forward, layer)
+
+
+CHANGES = {  # name -> change of a layer, its opposite
     "parametrisation": (put_doubled, remove_parametrisation),
     "weight norm": (parametrizations.weight_norm, remove_parametrisation),
     "spectral norm": (
@@ -250,63 +253,50 @@ CHANGES = {
         lambda m: setattr(m, "__class__", Subclass),
         lambda m: setattr(m, "__class__", nn.Linear),
     ),
-    "forward of the instance": (
-        lambda m: setattr(m, "forward", functools.partial(type(m).forward, m)),
-        lambda m: delattr(m, "forward"),
-    ),
+    "forward of the instance": (bind_forward, lambda m: delattr(m, "forward")),
 }
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-@pytest.mark.parametrize(
-    "order",
-    ["before quantize_", "after quantize_", "after quantize_, undone before restore_"],
-)
-def test_quantize_handles_layers_changed_around_conversion(change, order):
-    """Quantise and restore layers that were parametrised or changed before or after quantize_."""
-    put, undo = CHANGES[change]
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("time", ["before", "after", "after, undone before restore_"])
+def test_quantize_handles_layers_changed_around_conversion(name, time):
+    change, undo = CHANGES[name]
     plain, model = small().eval(), small().eval()
-    put(plain[5])
-    if order == "before quantize_":
-        put(model[5])
+    change(plain[5])
+    if time == "before":
+        change(model[5])
     quantize_(model)
-    if order != "before quantize_":
-        put(model[5])
+    if time != "before":
+        change(model[5])
     plain.load_state_dict(model.state_dict())
     expected = plain(pictures())
     with precision(model, "float"):
         assert torch.equal(model(pictures()), expected)
     with precision(model, 4):
-        layers = [
-            operation.layer
-            for operation in reported_operations(model, pictures())
-            if operation.precision is not None
-        ]
+        operations = reported_operations(model, pictures())
+        layers = [op.layer for op in operations if op.precision is not None]
         assert layers == ["0", "3", "5"]
         assert not torch.equal(model(pictures()), expected)
-    if order.endswith("restore_"):
+    if time.endswith("restore_"):
         undo(model[5])
         undo(plain[5])
     assert torch.equal(restore_(model)(pictures()), plain(pictures()))
-    assert [type(m).__name__ for m in model.modules()] == [
-        type(m).__name__ for m in plain.modules()
-    ]
+    names = [type(m).__name__ for m in model.modules()]
+    assert names == [type(m).__name__ for m in plain.modules()]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("layer", [0, 5])
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-@pytest.mark.parametrize(
-    "before", [False, True], ids=["after quantize_", "before quantize_"]
-)
-def test_quantize_keeps_norms_implemented_as_hooks(norm, layer, before):
+@pytest.mark.parametrize("is_before", [False, True], ids=["after", "before"])
+def test_quantize_keeps_norms_implemented_as_hooks(norm, layer, is_before):
     plain, model = small().eval(), small().eval()
     norm(plain[layer])
-    if before:
+    if is_before:
         norm(model[layer])
     quantize_(model)
-    if not before:
+    if not is_before:
         norm(model[layer])
     plain.load_state_dict(model.state_dict())
     expected = plain(pictures())
@@ -315,11 +305,271 @@ def test_quantize_keeps_norms_implemented_as_hooks(norm, layer, before):
         model(pictures()).sum().backward()
     with precision(model, "float"):
         assert torch.equal(model(pictures()), expected)
-    names = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert names == {name for name, _ in plain.named_parameters()}
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {name for name, _ in plain.named_parameters()}
     assert torch.equal(restore_(model)(pictures()), expected)
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
 
 
-def test_restore_rejects_unconverted_model():
-    refused("the model has no quantised layers", restore_, small())
+# --- lazy modules -------------------------------------------------------------------
+
+
+class OwnLazy(LazyModuleMixin, nn.Module):
+    """Lazy layer that keeps its class after its first run."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = UninitializedParameter()
+
+    def initialize_parameters(self, x):
+        if self.has_uninitialized_params():
+            self.weight.materialize((3, x.shape[-1]))
+            nn.init.ones_(self.weight)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+LAZY = {
+    "LazyLinear": (lambda: nn.LazyLinear(3), (2, 8)),
+    "LazyConv2d": (lambda: nn.LazyConv2d(3, 1), (2, 4, 5, 5)),
+    "LazyConvTranspose1d": (lambda: nn.LazyConvTranspose1d(3, 1), (2, 4, 5)),
+    "OwnLazy": (OwnLazy, (2, 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("has_other", [False, True], ids=["alone", "among others"])
+@pytest.mark.parametrize("name", LAZY)
+def test_quantize_rejects_lazy_module_before_first_run(name, has_other):
+    make, shape = LAZY[name]
+    others = [nn.Linear(shape[-1], shape[-1])] if has_other else []
+    model, place = nn.Sequential(*others, make()), str(len(others))
+    message = f"module '{place}' is a lazy {name} without weights: run the model once"
+    refused(message, quantize_, model)
+    if has_other:
+        quantize_(model, QuantConfig(float32=(place,)))
+        assert precision_of(model[-1]) is None
+        restore_(model)
+    model(torch.ones(shape))
+    quantize_(model)
+    rows = summary(model, (torch.ones(shape),)).quantized
+    assert rows[-1].name == place
+    x = normal(*shape)
+    with precision(model, 2):
+        quantized = model(x)
+    with precision(model, "float"):
+        assert not torch.allclose(model(x), quantized, atol=1e-3)
+
+
+def test_quantize_accepts_lazy_normalisation():
+    model = quantize_(nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d()))
+    with precision(model, 4):
+        assert model(torch.ones(2, 8)).shape == (2, 8)
+
+
+# --- nested tensors -----------------------------------------------------------------
+
+
+def projection():
+    return FunctionModule(
+        lambda m, x: torch.matmul(x, m.weight), weight=nn.Parameter(torch.eye(8))
+    )
+
+
+def attention():
+    return FunctionModule(lambda m, x: F.scaled_dot_product_attention(x, x, x))
+
+
+NESTED = {  # name -> model, shape of a sequence
+    "layers": (two_layers, (3, 8)),
+    "projection": (projection, (3, 8)),
+    "attention": (attention, (2, 3, 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("name", NESTED)
+def test_quantized_layer_rejects_nested_tensor(name, layout):
+    make, shape = NESTED[name]
+    x = torch.nested.nested_tensor([torch.ones(shape)] * 2, layout=layout)
+    model = quantize_(make())
+    with precision(model, 4):
+        refused("layer '0?' is given a nested tensor, .*to_padded_tensor", model, x)
+        assert model(torch.nested.to_padded_tensor(x, 0.0)).shape == (2, *shape)
+    if layout is torch.jagged:  # torch multiplies few strided ones
+        with precision(model, "float"):
+            assert model(x).is_nested
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensor_passes_float32_layer():
+    model = quantize_(two_layers(), QuantConfig(float32=("0",)))
+    parts = [torch.ones(3, 8), torch.ones(2, 8)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with precision(model, 4):
+        refused("layer '2' is given a nested tensor", model, x)
+
+
+# --- weights of other tensor classes ------------------------------------------------
+
+
+class Packed(torch.Tensor):
+    """Quantised weight as in other libraries: a wrapper that supports few operators."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    def __init__(self, data):
+        self.data_ = data
+
+    def __tensor_flatten__(self):
+        return ["data_"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, meta, size, stride):
+        return Packed(tensors["data_"])
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            return F.linear(args[0], args[1].data_, *args[2:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].data_)
+        raise NotImplementedError(f"unimplemented operator {function}")
+
+
+class Opaque(Packed):
+    """Packed weight that compilers cannot take apart."""
+
+    __tensor_flatten__ = None
+
+
+def pack(kind, weight):
+    return nn.Parameter(kind(weight.detach()), requires_grad=False)
+
+
+def test_quantize_rejects_weight_of_foreign_tensor_class():
+    model, x = two_layers(), torch.ones(3, 8)
+    model[0].weight = pack(Packed, model[0].weight)
+    expected = model(x)
+    message = "weight 'weight' of module '0' is a Packed, which is no plain tensor"
+    refused(message, quantize_, model)
+    assert torch.equal(model(x), expected)
+    quantize_(model, QuantConfig(float32=("0",)))
+    with precision(model, "float"):
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("kind", [Packed, Opaque])
+def test_quantized_layer_rejects_foreign_weight_set_later(kind, place):
+    model, x = quantize_(two_layers()), torch.ones(3, 8)
+    model[place].weight = pack(kind, model[place].weight)
+    message = f"layer '{place}' multiplies a .*{kind.__name__}, which is no plain"
+    with precision(model, 4):
+        refused(message, model, x, error=TypeError)
+        model[place].weight = nn.Parameter(torch.eye(8))
+        assert model(x).shape == (3, 8)
+
+
+def test_quantized_layer_keeps_errors_of_plain_tensors():
+    message = "shapes cannot be multiplied|size mismatch|must match"
+    model = quantize_(two_layers())
+    with precision(model, 4):
+        refused(message, model, torch.ones(3, 7), error=RuntimeError)
+
+
+# --- tools --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
+def test_tensor_parallelism_is_rejected_after_conversion(style, mesh):
+    from torch.distributed.tensor import parallel
+
+    model = quantize_(two_layers())
+    weights = dict(model.named_parameters())
+    message = "parameter 'weight' of layer '2' is to be sharded by tensor parallelism"
+    styles = {"2": getattr(parallel, style)()}
+    refused(message, parallel.parallelize_module, model, mesh, styles)
+    after = dict(model.named_parameters())
+    assert all(after[name] is weight for name, weight in weights.items())
+    parallel.parallelize_module(restore_(model), mesh, styles)
+    refused("parameter '2.weight' is sharded already", quantize_, model)
+
+
+def qat_linear():
+    from torch.ao import quantization
+    from torch.ao.nn import qat
+
+    return qat.Linear(8, 8, qconfig=quantization.get_default_qat_qconfig("x86"))
+
+
+def qat_conv_bn():
+    from torch.ao import quantization
+    from torch.ao.nn.intrinsic import qat
+
+    return qat.ConvBn1d(3, 3, 1, qconfig=quantization.get_default_qat_qconfig("x86"))
+
+
+def fake_quantize():
+    from torch.ao import quantization
+
+    return quantization.FakeQuantize()
+
+
+def dynamic_linear():
+    from torch.ao.nn.quantized import dynamic
+
+    return dynamic.Linear(8, 8)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore:Please use quant_min|torch.quantize_per:UserWarning",
+)
+@pytest.mark.parametrize(
+    "make", [qat_linear, qat_conv_bn, fake_quantize, dynamic_linear]
+)
+def test_quantize_rejects_torch_ao_modules(make):
+    model = nn.Sequential(nn.Linear(8, 8), make())
+    name = type(model[1]).__name__
+    message = f"module '1', a {name} of torch.ao.*, quantises by itself"
+    refused(message, quantize_, model)
+    quantize_(model, QuantConfig(float32=("1",)))
+    assert precision_of(model[0]) is not None
+
+
+class WithRecurrence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [two_layers, WithRecurrence, lambda: nn.Conv1d(3, 3, 1), lambda: nn.LSTM(8, 8)],
+)
+def test_jit_script_rejects_converted_model(make):
+    model = quantize_(make())
+    message = "torch.jit.script cannot compile a model that quantize_ converted"
+    refused(message, torch.jit.script, model, error=RuntimeError)
+    assert isinstance(torch.jit.script(restore_(model)), torch.jit.ScriptModule)
