@@ -1,4 +1,4 @@
-"""A pretended GPU: tensors that say they are on cuda:0 and compute on the CPU, while what a GPU would do is counted.
+"""A simulated GPU: tensors that say they are on cuda:0 and compute on the CPU, while what a GPU would do is counted.
 
     with Phantom() as gpu:
         model.to("cuda:0")(x.to("cuda:0"))
@@ -8,8 +8,8 @@ Launches are operations that start at least one kernel; views and allocations st
 the host knows something that the device had to compute first, or copies that are not both pinned and non-blocking, by
 the line of the project that asks. Tensors of two devices in one operation are refused, as CUDA refuses them.
 
-Not seen: kernels inside one operation (one quantised operator is one), memory, time, ``torch.compile``. Say "cuda:0":
-for "cuda" C++ asks a driver.
+Not counted: kernels inside one operation (one quantised operator is one), memory, time, ``torch.compile``. Say
+"cuda:0": for "cuda" C++ asks a driver.
 """
 
 import sys
@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cpt_extras.kernels.backend import reference
 from cpt_extras.kernels.operators import FAMILIES
@@ -33,25 +33,14 @@ NO_KERNEL = set(
     "new_empty_strided lift_fresh resize_ record_stream _local_scalar_dense is_same_size device _nnz crow_indices "
     "col_indices values sym_size sym_stride".split()
 )
-DATA_DEPENDENT = {
-    **dict.fromkeys(
-        "_local_scalar_dense equal is_nonzero".split(), "read"
-    ),  # of a number
-    **dict.fromkeys(
-        "nonzero masked_select _unique2 unique_dim unique_consecutive bincount".split(),
-        "shape",
-    ),
-}
-INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
-COPIES = ("_to_copy", "copy_")
-
-
-KERNELS = (
-    "range",
-    "round_to_grid",
-    "fake_quantize",
-    "track_",
-)  # of Triton, a launch or two each
+VALUE_READS = "_local_scalar_dense", "equal", "is_nonzero"
+SHAPE_READS = set(
+    "nonzero masked_select _unique2 unique_dim unique_consecutive bincount".split()
+)
+INDEXING = "index", "index_put", "index_put_", "_index_put_impl_"
+COPIES = "_to_copy", "copy_"
+# of Triton, a launch or two each; CUDA runs the plain operations of the other quantised operators
+KERNELS = "range", "round_to_grid", "fake_quantize", "track_"
 
 
 class MixedDevices(RuntimeError):
@@ -63,20 +52,12 @@ class PhantomTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values_on_cpu, requires_grad=False):
-        places = {}
+        options = {"dtype": values_on_cpu.dtype, "requires_grad": requires_grad}
         if values_on_cpu.layout is torch.strided:
-            places = {
-                "strides": values_on_cpu.stride(),
-                "storage_offset": values_on_cpu.storage_offset(),
-            }
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            values_on_cpu.size(),
-            dtype=values_on_cpu.dtype,
-            device="cpu",
-            requires_grad=requires_grad,
-            **places,
-        )
+            options["strides"] = values_on_cpu.stride()
+            options["storage_offset"] = values_on_cpu.storage_offset()
+        make = torch.Tensor._make_wrapper_subclass
+        self = make(cls, values_on_cpu.size(), device="cpu", **options)
         self.values_on_cpu = values_on_cpu
         return self
 
@@ -85,45 +66,38 @@ class PhantomTensor(torch.Tensor):
     is_cpu = property(lambda self: False)
 
     def to(self, *args, **kwargs):
-        is_like_tensor = args and isinstance(args[0], torch.Tensor)
-        device, dtype, *_ = (
-            (args[0].device, args[0].dtype)
-            if is_like_tensor
-            else torch._C._nn._parse_to(*args, **kwargs)
-        )
+        if args and isinstance(args[0], torch.Tensor):
+            device, dtype = args[0].device, args[0].dtype
+        else:
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is None or device.type == "cuda":
             return self if dtype in (None, self.dtype) else super().to(dtype)
+        dtype = dtype or self.dtype
         if device.type == "meta":
-            return torch.empty_strided(
-                self.size(), self.stride(), dtype=dtype or self.dtype, device="meta"
-            )
+            layout = self.size(), self.stride()
+            return torch.empty_strided(*layout, dtype=dtype, device="meta")
         caller = sys._getframe(1).f_code.co_filename
         if caller.endswith("clip_grad.py") or "/torch/optim/" in caller:
             return self  # these ask C++ where a tensor is
-        return self.cpu() if dtype is None else self.cpu().to(dtype)
+        return self.cpu().to(dtype)
 
     def cpu(self, *_, **__):
-        return _Down.apply(self)
+        return _ToHost.apply(self)
 
     def tolist(self):
         Phantom.active.wait("read")
         return self.values_on_cpu.tolist()
 
     def numpy(self, **_):
-        raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first"
-        )
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            copy = PhantomTensor(
-                self.values_on_cpu.detach().clone(), self.requires_grad
-            )
-            memo[id(self)] = (
-                _parameter(copy, self.requires_grad)
-                if getattr(self, "_is_param", False)
-                else copy
-            )
+            values = self.values_on_cpu.detach().clone()
+            copy = PhantomTensor(values, self.requires_grad)
+            if getattr(self, "_is_param", False):
+                copy = _as_parameter(copy, self.requires_grad)
+            memo[id(self)] = copy
         return memo[id(self)]
 
     def __repr__(self, **_):
@@ -136,7 +110,7 @@ class PhantomTensor(torch.Tensor):
         raise RuntimeError(f"{func} of a phantom outside of its mode")
 
 
-class _Down(torch.autograd.Function):
+class _ToHost(torch.autograd.Function):
     """A copy to the host."""
 
     @staticmethod
@@ -149,10 +123,18 @@ class _Down(torch.autograd.Function):
         return PhantomTensor(gradient)
 
 
-def _parameter(tensor, requires_grad):
+def _as_parameter(tensor, requires_grad):
     tensor = tensor.detach().requires_grad_(requires_grad)
     tensor._is_param = True  # isinstance(..., nn.Parameter) looks at this
     return tensor
+
+
+def _is_phantom(x):
+    return isinstance(x, PhantomTensor)
+
+
+def _on_cpu(x):
+    return x.values_on_cpu if _is_phantom(x) else x
 
 
 class Phantom(TorchDispatchMode):
@@ -168,39 +150,36 @@ class Phantom(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.launches, self.waits, self.puts_gradients_on_gpu = (
-            Counter(),
-            Counter(),
-            True,
-        )
+        self.launches, self.waits = Counter(), Counter()
+        self.puts_gradients_on_gpu = True
 
     def clear(self):
         self.launches.clear()
         self.waits.clear()
 
     def wait(self, reason):
-        frame, outside = sys._getframe(1), None
+        """Count a wait by the line of the project that caused it, and by that of another library."""
+        frame, library_line = sys._getframe(1), ""
+        place = "elsewhere"
         while frame is not None:
             file = frame.f_code.co_filename
             if file.startswith(f"{ROOT}/cpt_"):
-                place = f"{'/'.join(Path(file).relative_to(ROOT).parts[1:])}:{frame.f_lineno}"
+                module = Path(*Path(file).relative_to(ROOT).parts[1:])
+                place = f"{module}:{frame.f_lineno}"
                 break
-            if outside is None and "site-packages" in file and "/torch/" not in file:
-                outside = f"{file.split('site-packages/')[-1]}:{frame.f_lineno}"
+            if not library_line and "site-packages" in file and "/torch/" not in file:
+                library_line = f" ({file.split('site-packages/')[-1]}:{frame.f_lineno})"
             frame = frame.f_back
-        else:
-            place = "elsewhere"
-        self.waits[f"{reason} {place}" + (f" ({outside})" if outside else "")] += 1
+        self.waits[f"{reason} {place}{library_line}"] += 1
 
     def __enter__(self):
         assert Phantom.active is None
         Phantom.active = self
         self._stack = ExitStack()
-        self._stack.enter_context(
-            reference()
-        )  # the kernels for tensors of the CPU see what these are
-        for target, name, new in _patches():
-            self._stack.enter_context(patch.object(target, name, new))
+        # C++ kernels would find out that the tensors are on the CPU
+        self._stack.enter_context(reference())
+        for target, name, substitute in _patches():
+            self._stack.enter_context(patch.object(target, name, substitute))
         self._lift = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
@@ -216,186 +195,160 @@ class Phantom(TorchDispatchMode):
             return CUDA
         kwargs = dict(kwargs or {})
         family, name = func._schema.name.split("::")
-        if (
-            family in FAMILIES and name not in KERNELS
-        ):  # CUDA has no kernel of its own for it: its plain operations run
-            super().__enter__()
-            try:
-                return func._op_dk(
-                    torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs
-                )
-            finally:
-                super().__exit__(None, None, None)
-        operands = tree_flatten((args, kwargs))[0]
-        phantoms = [x for x in operands if isinstance(x, PhantomTensor)]
-        target_type = (
-            torch.device(kwargs["device"]).type
-            if kwargs.get("device") is not None
-            else None
-        )
-        if (
-            self.puts_gradients_on_gpu
-            and torch._C._current_graph_task_id() != -1
-            and (target_type == "cpu" or name == "zeros")
-        ):
-            kwargs["device"], target_type = (
-                CUDA,
-                "cuda",
-            )  # autograd makes it where C++ says that the output is
-        if not phantoms and target_type != "cuda":
+        if family in FAMILIES and name not in KERNELS:
+            return self._decompose(func, args, kwargs)
+        operands = tree_leaves((args, kwargs))
+        phantoms = [x for x in operands if _is_phantom(x)]
+        target = kwargs.get("device")
+        target = None if target is None else torch.device(target).type
+        if self._makes_gradient() and (target == "cpu" or name == "zeros"):
+            target = "cuda"  # autograd makes it where C++ says that the output is
+        if not phantoms and target != "cuda":
             return func(*args, **kwargs)
 
-        is_on_gpu = target_type == "cuda" or (
-            bool(phantoms) and target_type is None
-        )  # where the result is
-        self._check(func, name, args, operands, phantoms)
-        self._count(name, args, kwargs, operands, is_on_gpu)
-        if target_type == "cuda":
+        is_on_gpu = target == "cuda" or (bool(phantoms) and target is None)
+        self._check_devices(func, name, args, operands)
+        self._count(name, args, kwargs, is_on_gpu)
+        if target == "cuda":
             kwargs["device"] = torch.device("cpu")
-        flat, form = tree_flatten((args, kwargs))
-        plain_args, plain_kwargs = tree_unflatten(
-            [x.values_on_cpu if isinstance(x, PhantomTensor) else x for x in flat], form
-        )
-        out = func(*plain_args, **plain_kwargs)
+        out = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
         if not is_on_gpu:
             return out
-        if name == "copy_" and not isinstance(args[0], PhantomTensor):
+        if name == "copy_" and not _is_phantom(args[0]):
             return args[0]
-        changed = (
-            {id(x.values_on_cpu): x for x in phantoms}
-            if func._schema.is_mutable
-            else {}
-        )  # in place: the same object again
+        # an operation in place returns the same object again
+        is_mutable = func._schema.is_mutable
+        changed = {id(x.values_on_cpu): x for x in phantoms if is_mutable}
 
         def wrap(x):
-            if (
-                not isinstance(x, torch.Tensor)
-                or isinstance(x, PhantomTensor)
-                or x.is_meta
-            ):
+            if not isinstance(x, torch.Tensor) or _is_phantom(x) or x.is_meta:
                 return x
             return changed[id(x)] if id(x) in changed else PhantomTensor(x)
 
         return tree_map(wrap, out)
 
-    def _check(self, func, name, args, operands, phantoms):
-        plain_tensors = [
-            x
-            for x in operands
-            if isinstance(x, torch.Tensor) and not isinstance(x, PhantomTensor)
-        ]
+    def _decompose(self, func, args, kwargs):
+        key = torch._C.DispatchKey.CompositeExplicitAutograd
+        super().__enter__()
+        try:
+            return func._op_dk(key, *args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+
+    def _makes_gradient(self):
+        is_backward = torch._C._current_graph_task_id() != -1
+        return self.puts_gradients_on_gpu and is_backward
+
+    def _check_devices(self, func, name, args, operands):
         # CUDA takes 0-d tensors of the CPU as numbers, copies them, and copies indices that lie on the CPU
-        strange = [x for x in plain_tensors if x.dim() > 0 and not x.is_meta]
-        allowed = name in COPIES or (
-            name in INDEXING and isinstance(args[0], PhantomTensor)
-        )
-        if phantoms and strange and not allowed:
-            shapes = [tuple(x.shape) for x in strange]
+        tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+        strange = [
+            tuple(x.shape)
+            for x in tensors
+            if not _is_phantom(x) and x.dim() > 0 and not x.is_meta
+        ]
+        takes_both = name in COPIES or (name in INDEXING and _is_phantom(args[0]))
+        if strange and not takes_both and any(map(_is_phantom, tensors)):
             raise MixedDevices(
-                f"Expected all tensors to be on the same device, found cuda:0 and cpu {shapes} in {func}"
+                f"Expected all tensors to be on the same device, found cuda:0 and cpu {strange} in {func}"
             )
 
-    def _count(self, name, args, kwargs, operands, is_on_gpu):
-        if name in DATA_DEPENDENT:
-            self.wait(DATA_DEPENDENT[name])
-        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+    def _count(self, name, args, kwargs, is_on_gpu):
+        if name in VALUE_READS:
+            self.wait("read")
+        is_repeat = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in SHAPE_READS or is_repeat:
             self.wait("shape")
         if name in INDEXING:
             indices = [x for x in args[1] if x is not None]
             if any(x.dtype in (torch.bool, torch.uint8) for x in indices):
                 self.wait("shape")
-            if any(not isinstance(x, PhantomTensor) for x in indices):
+            if not all(map(_is_phantom, indices)):
                 self.wait("copy to device")
         if name in COPIES:
-            source = args[1] if name == "copy_" else args[0]
-            goes_to_gpu = (
-                isinstance(args[0], PhantomTensor) if name == "copy_" else is_on_gpu
-            )
-            if (
-                isinstance(source, PhantomTensor)
-                and not goes_to_gpu
-                and kwargs.get("device") != torch.device("meta")
-            ):
-                self.wait("copy to host")
-            elif not isinstance(source, PhantomTensor) and goes_to_gpu:
-                non_blocking = kwargs.get(
-                    "non_blocking", name == "copy_" and len(args) > 2 and args[2]
-                )
-                if not (non_blocking and getattr(source, "_pinned", False)):
-                    self.wait("copy to device")
+            self._count_copy(name, args, kwargs, is_on_gpu)
         if is_on_gpu and name not in NO_KERNEL:
             self.launches[name] += 1
 
+    def _count_copy(self, name, args, kwargs, is_on_gpu):
+        is_in_place = name == "copy_"
+        source = args[1] if is_in_place else args[0]
+        goes_to_gpu = _is_phantom(args[0]) if is_in_place else is_on_gpu
+        if _is_phantom(source):
+            if not goes_to_gpu and kwargs.get("device") != torch.device("meta"):
+                self.wait("copy to host")
+        elif goes_to_gpu:
+            default = is_in_place and len(args) > 2 and args[2]
+            is_pinned = getattr(source, "_pinned", False)
+            if not (kwargs.get("non_blocking", default) and is_pinned):
+                self.wait("copy to device")
+
+
+def _apply(module, move, recurse=True):
+    """Move a module as ``nn.Module._apply`` does, with parameters that are phantoms."""
+    for child in module.children():
+        child._apply(move)
+    for key, value in module._parameters.items():
+        if value is None:
+            continue
+        with torch.no_grad():
+            moved = move(value)
+        if _is_phantom(moved):
+            module._parameters[key] = _as_parameter(moved, value.requires_grad)
+        elif moved is not value:
+            parameter = torch.nn.Parameter(moved.detach(), value.requires_grad)
+            module._parameters[key] = parameter
+    for key, value in module._buffers.items():
+        if value is not None:
+            module._buffers[key] = move(value)
+    return module
+
+
+def _pin_memory(tensor):
+    assert not _is_phantom(tensor), "cannot pin a tensor of the GPU"
+    pinned = tensor.clone()
+    pinned._pinned = True
+    return pinned
+
+
+def _loaded_on_cpu(content):
+    """Return what a file of CUDA tensors contains when it is read with map_location="cpu"."""
+    if isinstance(content, dict):
+        return {key: _loaded_on_cpu(value) for key, value in content.items()}
+    if isinstance(content, (tuple, list)):
+        return type(content)(map(_loaded_on_cpu, content))
+    return _on_cpu(content).detach().clone() if _is_phantom(content) else content
+
 
 def _patches():
-    """Yield torch functions that look for a device: target, name, substitute."""
-    save, generator, csr = torch.save, torch.Generator, torch.sparse_csr_tensor
+    """Return torch functions that look for a device: target, name, substitute."""
+    save, make_generator, make_csr = (
+        torch.save,
+        torch.Generator,
+        torch.sparse_csr_tensor,
+    )
 
-    def apply(self, move, recurse=True):
-        for child in self.children():
-            child._apply(move)
-        for key, value in self._parameters.items():
-            if value is not None:
-                with torch.no_grad():
-                    moved = move(value)
-                if isinstance(moved, PhantomTensor):
-                    self._parameters[key] = _parameter(moved, value.requires_grad)
-                elif moved is not value:
-                    self._parameters[key] = torch.nn.Parameter(
-                        moved.detach(), value.requires_grad
-                    )
-        self._buffers.update(
-            {
-                key: move(value)
-                for key, value in self._buffers.items()
-                if value is not None
-            }
-        )
-        return self
-
-    def down(
-        x,
-    ):  # what a file of CUDA tensors is once it is read with map_location="cpu"
-        if isinstance(x, dict):
-            return {key: down(value) for key, value in x.items()}
-        if isinstance(x, (tuple, list)):
-            return type(x)(map(down, x))
-        return x.values_on_cpu.detach().clone() if isinstance(x, PhantomTensor) else x
-
-    def save_down(content, *args, **kwargs):
+    def save_on_cpu(content, *args, **kwargs):
         with _disable_current_modes():
-            save(down(content), *args, **kwargs)
+            save(_loaded_on_cpu(content), *args, **kwargs)
 
     def sparse_csr_tensor(indptr, indices, values, *size, **kwargs):
-        if not isinstance(values, PhantomTensor):
-            return csr(indptr, indices, values, *size, **kwargs)
+        parts = indptr, indices, values
+        if not _is_phantom(values):
+            return make_csr(*parts, *size, **kwargs)
         with _disable_current_modes():
-            return PhantomTensor(
-                csr(
-                    indptr.values_on_cpu,
-                    indices.values_on_cpu,
-                    values.values_on_cpu,
-                    *size,
-                    **kwargs,
-                )
-            )
-
-    def pin_memory(self):
-        assert not isinstance(self, PhantomTensor), "cannot pin a tensor of the GPU"
-        pinned = self.clone()
-        pinned._pinned = True
-        return pinned
+            return PhantomTensor(make_csr(*map(_on_cpu, parts), *size, **kwargs))
 
     class Generator:
         def __new__(cls, device="cpu"):
-            return generator("cpu")
+            return make_generator("cpu")
 
     return [
-        (torch.nn.Module, "_apply", apply),
+        (torch.nn.Module, "_apply", _apply),
         (torch.nn.RNNBase, "flatten_parameters", lambda self: None),
         (torch.cuda, "_lazy_init", lambda: None),
-        (torch.Tensor, "pin_memory", pin_memory),
-        (torch, "save", save_down),
+        (torch.Tensor, "pin_memory", _pin_memory),
+        (torch, "save", save_on_cpu),
         (torch, "sparse_csr_tensor", sparse_csr_tensor),
         (torch, "Generator", Generator),
     ]

@@ -13,6 +13,8 @@ from helpers import (
     identical,
     losses_of,
     pictures,
+    refused,
+    running_ranges,
     small,
 )
 from quantization.test_int8 import attention, first
@@ -24,173 +26,154 @@ from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_extras.int8.execution import runs_int8
 
 STEPS = 6
+EXECUTIONS = "integer", "simulated"
 
 
-def config(execution="integer", **kwargs):
-    return cpt.QuantConfig(execution=execution, **kwargs).with_shared_steps()
+def config(execution="integer", **options):
+    return cpt.QuantConfig(execution=execution, **options).with_shared_steps()
 
 
-def converted(execution="integer", seed=0):
-    return cpt.quantize_(small(seed), config(execution))
+def quantised(execution="integer"):
+    return cpt.quantize_(small(), config(execution))
 
 
 def passes(model, x, call=None):
     """Return the output and the gradients of the input and the parameters."""
     x = x.detach().requires_grad_()
-    y = (model if call is None else call)(x)
-    return [
-        y.detach().clone(),
-        *torch.autograd.grad(y.square().sum(), [x, *model.parameters()]),
-    ]
+    y = (call or model)(x)
+    leaves = [x, *model.parameters()]
+    gradients = torch.autograd.grad(y.square().sum(), leaves)
+    return [y.detach().clone(), *gradients]
 
 
-def trained(model, call=None):
+def train(model, call=None):
     """Train a few steps through ``call``; return losses, parameters, running ranges and noise keys."""
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=1)
-    losses = losses_of(
-        model,
-        schedule,
-        lambda seed: (call or model)(pictures(seed)).square().mean(),
-        STEPS,
-    )
-    ranges = [
-        v for p in layer_precisions(model).values() for v in p.get_running().values()
-    ]
-    return [torch.tensor(losses), *(p.detach() for p in model.parameters()), *ranges]
+
+    def loss(seed):
+        return (call or model)(pictures(seed)).square().mean()
+
+    losses = torch.tensor(losses_of(model, schedule, loss, STEPS))
+    keys = [p.noise_key for p in layer_precisions(model).values()]
+    return [losses, *model.parameters(), *running_ranges(model), *keys]
 
 
-# --- machines ---------------------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """Simulate a machine without instructions for int8 matmuls."""
-    monkeypatch.setattr("cpt_extras.int8.execution.has_fast_int8", lambda device: False)
-    monkeypatch.setattr("cpt_extras.int8.fallback.has_fast_int8", lambda device: False)
+def set_fast_int8(monkeypatch):
+    """Return a function that sets whether devices have instructions for int8 matmuls."""
+
+    def set_(value):
+        for module in ("execution", "fallback"):
+            name = f"cpt_extras.int8.{module}.has_fast_int8"
+            monkeypatch.setattr(name, lambda device: value)
+
     monkeypatch.setattr("cpt_extras.int8.execution._warned_devices", set())
+    set_(False)
+    return set_
 
 
-def test_int8_warns_once_on_slow_device(slow):
-    model, again = converted(), converted()
-    with (
-        cpt.precision(model, 8),
-        pytest.warns(UserWarning, match=r"slower .* \(cpu\): .*'auto' would simulate"),
-    ):
-        found = passes(model, pictures())
+def test_int8_warns_once_on_slow_device(set_fast_int8):
+    model, again = quantised(), quantised()
+    message = r"slower .* \(cpu\): .*'auto' would simulate"
+    with cpt.precision(model, 8), pytest.warns(UserWarning, match=message):
+        expected = passes(model, pictures())
     with cpt.precision(again, 8), warnings.catch_warnings(action="error"):
-        assert identical(passes(again, pictures()), found)
+        assert identical(passes(again, pictures()), expected)
         assert "execution=integer, " in repr(again)
-    x = torch.ones(1)
-    assert not any(
-        runs_int8(p, x) for p in layer_precisions(model).values()
-    )  # no bits, no integers
+    x = torch.ones(1)  # there are no bits any more
+    assert not any(runs_int8(p, x) for p in layer_precisions(model).values())
 
 
 @pytest.mark.slow
-def test_int8_compiled_warns_on_slow_device(slow):
+def test_int8_compiled_warns_on_slow_device(set_fast_int8):
     torch._dynamo.reset()
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)), config())
-    with (
-        cpt.precision(model, 8),
-        pytest.warns(UserWarning, match="int8 matmuls are slower than float32"),
-    ):
+    message = "int8 matmuls are slower than float32"
+    with cpt.precision(model, 8), pytest.warns(UserWarning, match=message):
         torch.compile(model, backend="eager")(torch.ones(2, 4))
 
 
-def test_auto_execution_simulates_on_slow_device(slow, monkeypatch):
+def test_auto_execution_simulates_on_slow_device(set_fast_int8):
     """Simulate int8 layers with execution "auto" on slow devices, and give the reason in the summary."""
-    model, simulated = converted("auto"), converted("simulated")
+    model, simulated = quantised("auto"), quantised("simulated")
     with cpt.precision(model, 4):
         assert "execution=auto (simulated on this device), " in repr(model)
         assert not runs_int8(model[0].precision, pictures())
     with warnings.catch_warnings(action="error"):
-        assert identical(trained(model), trained(simulated))
-    rows = [row for row in cpt.summary(model).rows if row.quantized]
-    reasons = {reason for row in rows for reason in row.simulated.values()}
-    assert len(rows) == 3
-    assert reasons == {FallbackReason.NO_FAST_INT8.describe()}
-    assert all(len(row.simulated) == 3 for row in rows)
-    assert f"forward simulated: {FallbackReason.NO_FAST_INT8.describe()}" in str(
-        cpt.summary(model)
-    )
-    monkeypatch.setattr("cpt_extras.int8.execution.has_fast_int8", lambda device: True)
+        assert identical(train(model), train(simulated))
+    summary, reason = cpt.summary(model), FallbackReason.NO_FAST_INT8.describe()
+    reasons = [list(row.simulated.values()) for row in summary.rows if row.quantized]
+    assert reasons == [[reason] * 3] * 3
+    assert f"forward simulated: {reason}" in str(summary)
+    set_fast_int8(True)
     with cpt.precision(model, 4):
         assert "execution=auto, " in repr(model)
         assert runs_int8(model[0].precision, pictures())
 
 
-# --- training and evaluation ------------------------------------------------------------------------------------------
+# --- training and evaluation --------------------------------------------------------------------
 
 
 def test_int8_training_equals_simulated_training():
-    on_codes, simulated = (
-        trained(converted(execution))[0].tolist()
-        for execution in ("integer", "simulated")
-    )
-    assert on_codes == pytest.approx(
-        simulated, rel=0.02
-    )  # a code that flips is a step of a 3-bit grid
-    assert on_codes[0] == pytest.approx(simulated[0], rel=1e-5)
+    losses, expected = (train(quantised(execution))[0] for execution in EXECUTIONS)
+    # a code that flips is a step of a 3-bit grid
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
+    torch.testing.assert_close(losses[0], expected[0], rtol=1e-5, atol=0)
 
 
 def test_int8_training_ignores_evaluation_between_steps():
-    model = converted()
+    model = quantised()
 
-    def evaluated_before(x):
+    def evaluate_and_call(x):
         with torch.inference_mode(), cpt.precision(model.eval(), 8):
             model(3 * pictures(100))
         with torch.no_grad(), cpt.precision(model, "float"):
             model(pictures(100))
         return model.train()(x)
 
-    assert identical(trained(converted()), trained(model, evaluated_before))
+    assert identical(train(quantised()), train(model, evaluate_and_call))
 
 
 @pytest.mark.parametrize("q_grad", [6, 12])
-def test_int8_gradients_use_bits_at_backward_pass(
-    q_grad,
-):
+def test_int8_gradients_use_bits_at_backward_pass(q_grad):
     """Round gradients with the bits at backward time; 12 bits do not fit into int8."""
-    found = []
-    for execution in ("integer", "simulated"):
-        model = converted(execution)
+    gradients = []
+    for execution in EXECUTIONS:
+        model = quantised(execution)
         with cpt.precision(model, 8, q_grad=8):
             y = model(pictures())
         with cpt.precision(model, 8, q_grad=q_grad):
             y.square().mean().backward()
-        found.append([p.grad for p in model.parameters()])
-    largest = max(
-        float(b.abs().max()) for b in found[1]
-    )  # a bias before BatchNorm has none but noise
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4 * largest)
+        gradients.append([p.grad for p in model.parameters()])
+    # a bias before BatchNorm has no gradient but noise
+    largest = max(float(g.abs().max()) for g in gradients[1])
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4 * largest)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch where a graph breaks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_int8_compiled_equals_eager_without_recompilation():
     from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model, eager = converted(), converted()
-    for one in (model, eager):
-        layer_precisions(one)["3"].execution = "auto"
+    model, eager, counts = quantised(), quantised(), set()
+    for each in (model, eager):
+        layer_precisions(each)["3"].execution = "auto"
     compiled = torch.compile(model, backend=counter)
-    frames = set()
     for seed, bits in enumerate((3, 8, 4)):
+        x = pictures(seed)
         with cpt.precision(model, bits, q_grad=8), cpt.precision(eager, bits, q_grad=8):
-            assert identical(
-                passes(model, pictures(seed), compiled), passes(eager, pictures(seed))
-            )
-        frames.add(counter.frame_count)
-    assert len(frames) == 1
+            assert identical(passes(model, x, compiled), passes(eager, x))
+        counts.add(counter.frame_count)
+    assert len(counts) == 1
     torch._dynamo.reset()
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
-
+# --- layers -------------------------------------------------------------------------------------
 
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (4, 6)),
@@ -202,99 +185,99 @@ LAYERS = {
 }
 
 
-def layer_of(kind, execution="integer"):
+def make_model(name, execution="integer"):
     """Return a one-layer model and its input."""
-    make, shape = LAYERS[kind]
+    make, shape = LAYERS[name]
     torch.manual_seed(0)
-    model = cpt.quantize_(
-        nn.Sequential(make()), config(execution, aggregation="quantized")
-    )
+    options = config(execution, aggregation="quantized")
+    model = cpt.quantize_(nn.Sequential(make()), options)
     return model, torch.randn(shape, requires_grad=True)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_int8_copies_match_and_wide_bits_simulate(kind):
-    model, x = layer_of(kind)
+def count_encodings(model, x):
+    """Return a model's output, and how many tensors became int8."""
+    with OpRecorder() as recorder:
+        y = model(x)
+    return y, recorder.count("cpt::encode")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_int8_copies_match_and_wide_bits_simulate(name):
+    model, x = make_model(name)
     with cpt.precision(model, 4, q_grad=8):
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        with OpRecorder() as ran:
-            expected = passes(model, x)
-        assert ran.count("cpt::encode")
+        expected = passes(model, x)
+        assert count_encodings(model, x)[1]
         for other in copies:
-            assert all(map(torch.equal, passes(other, x), expected))
+            assert identical(passes(other, x), expected)
     for bits, dtype in ((12, torch.float32), (32, torch.float32), (4, torch.float64)):
-        with cpt.precision(model.to(dtype), bits), OpRecorder() as ran:
-            assert model(x.to(dtype)).isfinite().all()
-        assert not ran.count("cpt::encode")
+        with cpt.precision(model.to(dtype), bits):
+            y, encodings = count_encodings(model, x.to(dtype))
+        assert y.isfinite().all()
+        assert not encodings
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_int8_autocast_rounds_results_only(kind):
-    found = []
-    for execution in ("integer", "simulated"):
-        model, x = layer_of(kind, execution)
-        x = (
-            x.bfloat16() if kind == "lstm" else x
-        )  # the results of whose have the type of its input
+@pytest.mark.parametrize("name", LAYERS)
+def test_int8_autocast_rounds_results_only(name):
+    outputs = []
+    for execution in EXECUTIONS:
+        model, x = make_model(name, execution)
+        x = x.bfloat16() if name == "lstm" else x  # whose results have its type
         with cpt.precision(model, 8):
-            full = model(x.float())
-            with torch.autocast("cpu", torch.bfloat16), OpRecorder() as ran:
-                half = model(x)
-        assert half.dtype == torch.bfloat16
-        assert bool(ran.count("cpt::encode")) is (execution == "integer")
-        if kind != "attention":  # which has products after its first ones
-            assert torch.equal(half, full.bfloat16())
-        found.append(half)
-    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+            in_float32 = model(x.float())
+            with torch.autocast("cpu", torch.bfloat16):
+                y, encodings = count_encodings(model, x)
+        assert y.dtype == torch.bfloat16
+        assert bool(encodings) == (execution == "integer")
+        # attention has matmuls after its first ones
+        assert name == "attention" or torch.equal(y, in_float32.bfloat16())
+        outputs.append(y)
+    torch.testing.assert_close(*outputs, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_int8_bitops_equal_simulated_bitops(kind):
-    found = []
-    for execution in ("integer", "simulated"):
-        model, x = layer_of(kind, execution)
+@pytest.mark.parametrize("name", LAYERS)
+def test_int8_bitops_equal_simulated_bitops(name):
+    counts = []
+    for execution in EXECUTIONS:
+        model, x = make_model(name, execution)
         with cpt.precision(model, 8), cpt.BitOpsLedger(model) as ledger:
             passes(model, x)
-        found.append((cpt.count_bitops(model, (x,)).bitops, ledger.by_layer("per_op")))
-    assert found[0] == found[1]
+        planned = cpt.count_bitops(model, (x,)).bitops
+        counts.append((planned, ledger.by_layer("per_op")))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(
-    "how", [config(), config("simulated"), cpt.QuantConfig(execution="integer")]
+    "options", [config(), config("simulated"), cpt.QuantConfig(execution="integer")]
 )
-@pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_int8_output_may_be_changed_in_place(kind, how):
-    make, shape = LAYERS[kind]
-    layer, x, found = make(), torch.randn(shape), []
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_int8_output_may_be_changed_in_place(name, options):
+    make, shape = LAYERS[name]
+    layer, x, gradients = make(), torch.randn(shape), []
     for inplace in (True, False):
-        model = cpt.quantize_(
-            nn.Sequential(copy.deepcopy(layer), nn.ReLU(inplace)), how
-        )
+        parts = copy.deepcopy(layer), nn.ReLU(inplace)
+        model = cpt.quantize_(nn.Sequential(*parts), options)
         with cpt.precision(model, 8):
             model(x).square().sum().backward()
-        found.append(model[0].weight.grad)
-    assert torch.equal(*found)
+        gradients.append(model[0].weight.grad)
+    assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_int8_rejects_double_backward(kind):
-    model, x = layer_of(kind)
+@pytest.mark.parametrize("name", LAYERS)
+def test_int8_rejects_double_backward(name):
+    model, x = make_model(name)
+    message, options = r"gradients of gradients.*simulated", {"create_graph": True}
     with cpt.precision(model, 8):
-        y = model(x)
-        with pytest.raises(RuntimeError, match=r"gradients of gradients.*simulated"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
+        y = model(x).sum()
+        refused(message, torch.autograd.grad, y, x, error=RuntimeError, **options)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 4, 8, 8), (1, 3, 2, 8), (1, 3, 1, 1)],
-    ids=["channels", "height", "both"],
-)
+@pytest.mark.parametrize("shape", [(1, 4, 8, 8), (1, 3, 2, 8), (1, 3, 1, 1)])
 def test_int8_convolution_shape_error_equals_torch(shape):
-    said = []
-    for execution in ("simulated", "integer"):
+    messages = []
+    for execution in EXECUTIONS:
         model = cpt.quantize_(nn.Sequential(nn.Conv2d(3, 5, 3)), config(execution))
-        with cpt.precision(model, 8), pytest.raises(RuntimeError) as caught:
+        with cpt.precision(model, 8), pytest.raises(RuntimeError) as error:
             model(torch.randn(shape))
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]

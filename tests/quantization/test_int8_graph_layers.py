@@ -7,9 +7,11 @@ from functools import partial
 import dgl.nn
 import pytest
 import torch
-from helpers import OpRecorder, identical, losses_of, to_dgl
+from helpers import OpRecorder, identical, losses_of, refused, to_dgl
 from quantization.test_int8 import drawn, kept_bytes
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
@@ -18,36 +20,30 @@ from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.graph_handlers import GraphHandlers
 from cpt_core.quantization.roles import Quantizer
-from cpt_extras.int8 import graph_layers as graph_integer
+from cpt_extras.int8 import graph_layers as int8_graph_layers
 from cpt_extras.kernels.graph_layer import FusedGraphHandlers
 
-SOURCES, NODES = 50, 40
-SHARED = cpt.QuantConfig(
-    execution="integer", aggregation="quantized"
-).with_shared_steps()
+SOURCES, NODES, EDGES = 50, 40, 150
 AUTHORS = cpt.QuantConfig(execution="integer", aggregation="quantized")
+SHARED = AUTHORS.with_shared_steps()
 FP_AGG = replace(SHARED, aggregation="fp")
-ALL = "forward, error, weight, aggregation, aggregation error"
+SIMULATED = cpt.QuantConfig(aggregation="quantized")
+SIMULATED_FP_AGG = cpt.QuantConfig()
 
 
-def graph(sources=NODES, seed=0):
+def make_graph(sources=NODES):
     """Return a graph with nodes lacking in-edges or out-edges; with more sources it is a block."""
-    drawn = torch.Generator().manual_seed(seed)
-    destination = torch.randint(NODES, (150,), generator=drawn).sort().values
-    indptr = torch.cat(
-        [
-            torch.zeros(1, dtype=torch.int64),
-            torch.bincount(destination, minlength=NODES).cumsum(0),
-        ]
+    generator = torch.Generator().manual_seed(0)
+    degrees = torch.randint(NODES, (EDGES,), generator=generator).bincount(
+        minlength=NODES
     )
-    return Graph(indptr, torch.randint(sources, (150,), generator=drawn), sources)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+    indices = torch.randint(sources, (EDGES,), generator=generator)
+    return Graph(indptr, indices, sources)
 
 
-def features():
-    return drawn("two-sided", NODES, 6)
-
-
-# --- layers ------------------------------------------------------------------------------------------
+def features(width=6, nodes=NODES):
+    return drawn("two-sided", nodes, width)
 
 
 def frozen(layer, name):
@@ -55,316 +51,330 @@ def frozen(layer, name):
     return layer
 
 
-def own(**quantizers):
+# --- layers -------------------------------------------------------------------------------------
+
+LAYERS = {  # name -> layer, width of its input, options of ``passes``
+    "GCN": (lambda: GraphConv(6, 9), 6, {}),
+    "GCN, matmul first": (lambda: GraphConv(9, 6), 9, {}),
+    "block": (lambda: GraphConv(6, 9), 6, {}),
+    "matmul first, block": (lambda: GraphConv(9, 6), 9, {}),
+    "left": (lambda: GraphConv(6, 9, norm="left"), 6, {}),
+    "right": (lambda: GraphConv(9, 6, norm="right"), 9, {}),
+    "no norm": (lambda: GraphConv(6, 9, norm="none"), 6, {}),
+    "no bias": (lambda: GraphConv(6, 9, bias=False), 6, {}),
+    "no bias, matmul first": (lambda: GraphConv(9, 6, bias=False), 9, {}),
+    "gradients in float32": (lambda: GraphConv(6, 9), 6, {"q_grad": "float"}),
+    "gradients of 12 bits": (lambda: GraphConv(9, 6), 9, {"q_grad": 12}),
+    "12 bits": (lambda: GraphConv(6, 9), 6, {"bits": 12}),
+    "operands in float32": (lambda: GraphConv(9, 6), 9, {"bits": "float"}),
+    "frozen weight": (lambda: frozen(GraphConv(6, 9), "weight"), 6, {}),
+    "frozen bias": (lambda: frozen(GraphConv(6, 9), "bias"), 6, {}),
+    "SAGE": (lambda: SAGEConv(6, 9), 6, {}),
+    "SAGE, matmul first, block": (lambda: SAGEConv(9, 6), 9, {}),
+    "GCN of DGL": (lambda: dgl.nn.GraphConv(6, 9, allow_zero_in_degree=True), 6, {}),
+    "SAGE of DGL": (lambda: dgl.nn.SAGEConv(9, 6, "mean"), 9, {}),
+}
+
+
+def with_quantizers(**quantizers):
     return replace(AUTHORS, quantizers={**AUTHORS.quantizers, **quantizers})
 
 
-TENSOR = Quantizer("per_tensor", running=True)
-LAYERS = {
-    "GCN": (lambda: GraphConv(6, 9), NODES, {}),
-    "GCN, product first": (lambda: GraphConv(9, 6), NODES, {}),
-    "block": (lambda: GraphConv(6, 9), SOURCES, {}),
-    "product first, block": (lambda: GraphConv(9, 6), SOURCES, {}),
-    "left": (lambda: GraphConv(6, 9, norm="left"), NODES, {}),
-    "right": (lambda: GraphConv(9, 6, norm="right"), NODES, {}),
-    "no norm": (lambda: GraphConv(6, 9, norm="none"), NODES, {}),
-    "no bias": (lambda: GraphConv(6, 9, bias=False), NODES, {}),
-    "no bias, product first": (lambda: GraphConv(9, 6, bias=False), NODES, {}),
-    "gradients in float32": (lambda: GraphConv(6, 9), NODES, {"q_grad": "float"}),
-    "gradients of 12 bits": (lambda: GraphConv(9, 6), NODES, {"q_grad": 12}),
-    "12 bits": (lambda: GraphConv(6, 9), NODES, {"bits": 12}),
-    "operands in float32": (lambda: GraphConv(9, 6), NODES, {"bits": "float"}),
-    "frozen weight": (lambda: frozen(GraphConv(6, 9), "weight"), NODES, {}),
-    "frozen bias": (lambda: frozen(GraphConv(6, 9), "bias"), NODES, {}),
-    "SAGE": (lambda: SAGEConv(6, 9), NODES, {}),
-    "SAGE, product first": (lambda: SAGEConv(9, 6), SOURCES, {}),
-    "GCN of DGL": (
-        lambda: dgl.nn.GraphConv(6, 9, allow_zero_in_degree=True),
-        NODES,
-        {},
-    ),
-    "SAGE of DGL": (lambda: dgl.nn.SAGEConv(9, 6, "mean"), SOURCES, {}),
-}
+RUNNING = Quantizer("per_tensor", running=True)
+BY_ROW = Quantizer("per_row", rounding="stochastic")
 CONFIGS = {
     "shared steps": SHARED,
     "authors' steps": AUTHORS,
     "FP-Agg": FP_AGG,
-    "running ranges": own(graph_input=TENSOR, graph_aggregation=TENSOR),
-    "gradient ranges per row": own(
-        graph_grad=Quantizer("per_row", rounding="stochastic")
-    ),
+    "running ranges": with_quantizers(graph_input=RUNNING, graph_aggregation=RUNNING),
+    "gradient ranges per row": with_quantizers(graph_grad=BY_ROW),
 }
 
 
-def passes(model, g, x, bits=8, q_grad=8):
-    """Return the output and gradients of two steps, an evaluation, and the noise key."""
-    found, generator = [], torch.Generator().manual_seed(5)
-    with cpt.precision(model, bits, q_grad=q_grad):
-        for by in (1.0, 2.0):
-            x = (by * x).detach().requires_grad_()
-            y = model(g, x)
-            wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
-            upstream = torch.randn(y.shape, generator=generator).to(y.dtype)
-            found += [
-                y.detach(),
-                *torch.autograd.grad(y, wanted, upstream, allow_unused=True),
-            ]
-        with torch.no_grad():
-            found.append(model.eval()(g, x))
-    return found, [p.noise_key.item() for p in layer_precisions(model).values()]
-
-
-def prepared(name):
-    """Return a layer with a nonzero bias, its graph, features and bits."""
-    make, sources, bits = LAYERS[name]
+def make_case(name):
+    """Return a layer with a nonzero bias, its graph and features, and options of ``passes``."""
+    make, width, options = LAYERS[name]
     torch.manual_seed(0)
-    layer, g = make(), graph(sources)
+    layer, sources = make(), SOURCES if "block" in name else NODES
     for parameter in layer.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter)
-    x = drawn(
-        "two-sided",
-        sources,
-        getattr(layer, "_in_feats", getattr(layer, "_in_src_feats", 0)),
-    )
-    return layer, to_dgl(g) if "DGL" in name else g, x, bits
+    graph = make_graph(sources)
+    graph = to_dgl(graph) if "DGL" in name else graph
+    return layer, graph, features(width, sources), options
+
+
+def passes(model, graph, x, bits=8, q_grad=8):
+    """Return the output and gradients of two steps, an evaluation, and the noise keys."""
+    results, generator = [], torch.Generator().manual_seed(5)
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    with cpt.precision(model, bits, q_grad=q_grad):
+        for factor in (1.0, 2.0):
+            x = (factor * x).detach().requires_grad_()
+            y = model(graph, x)
+            upstream = torch.randn(y.shape, generator=generator).to(y.dtype)
+            gradients = torch.autograd.grad(
+                y, [x, *leaves], upstream, allow_unused=True
+            )
+            results += [y.detach(), *gradients]
+        with torch.no_grad():
+            results.append(model.eval()(graph, x))
+    return results, [p.noise_key.item() for p in layer_precisions(model).values()]
 
 
 # Every configuration with the layers that differ most, two of them with every other layer.
-MOST = ("GCN", "product first, block", "SAGE of DGL")
-PAIRS = [
-    (n, c)
-    for i, n in enumerate(LAYERS)
-    for j, c in enumerate(CONFIGS)
-    if n in MOST or j in (i % 2, 2 + i % 3)
+MOST_DIFFERENT = "GCN", "matmul first, block", "SAGE of DGL"
+CASES = [
+    (name, config)
+    for i, name in enumerate(LAYERS)
+    for j, config in enumerate(CONFIGS)
+    if name in MOST_DIFFERENT or j in (i % 2, 2 + i % 3)
 ]
 
 
-@pytest.mark.parametrize(("name", "config"), PAIRS)
+@pytest.mark.parametrize(("name", "config"), CASES)
 def test_int8_graph_layers_equal_simulation(name, config):
-    (layer, g, x, bits), outcomes = prepared(name), []
-    for how in ("integer", "simulated"):
-        model = cpt.quantize_(
-            copy.deepcopy(layer), replace(CONFIGS[config], execution=how)
-        )
-        outcomes.append(passes(model, g, x, **bits))
-    (found, key), (expected, expected_key) = outcomes
-    assert key == expected_key
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        if (
-            a is not None
-        ):  # where a rounding follows a sum, numbers in the middle may go up or down: a step of 255
-            assert a.shape == b.shape
-            assert float((a - b).norm() / b.norm()) < 2e-3
-            assert float(((a - b).abs() < 1e-5 * b.abs().max()).float().mean()) > 0.97
+    layer, graph, x, options = make_case(name)
+    simulated = replace(CONFIGS[config], execution="simulated")
+    models = [
+        cpt.quantize_(copy.deepcopy(layer), c) for c in (CONFIGS[config], simulated)
+    ]
+    results, keys = passes(models[0], graph, x, **options)
+    expected, expected_keys = passes(models[1], graph, x, **options)
+    assert keys == expected_keys
+    for a, b in zip(results, expected, strict=True):
+        if b is None:
+            assert a is None
+            continue
+        # where a rounding follows a sum, numbers in the middle may go up or down
+        assert a.shape == b.shape
+        assert float((a - b).norm() / b.norm()) < 2e-3
+        is_near = (a - b).abs() < 1e-5 * b.abs().max()
+        assert float(is_near.float().mean()) > 0.97
+
+
+AGGREGATED_BY_NODE = (
+    "error, aggregation error (forward simulated: weights have a range per row;"
+    " weight simulated: inputs have a range per node;"
+    " aggregation simulated: features have a range per node)"
+)
+ALL = "forward, error, weight, aggregation, aggregation error"
+BY_ROW_GRADIENT = with_quantizers(graph_grad=Quantizer("per_row"))
 
 
 @pytest.mark.parametrize(
-    ("layer", "config", "products", "sums", "integer_sums", "said"),
+    ("kind", "sizes", "config", "counts", "text"),  # of mm, float sums and int8 sums
     [
-        (GraphConv(6, 9), SHARED, 0, 0, 2, ALL),
-        (GraphConv(9, 6), SHARED, 0, 0, 2, ALL),
-        (GraphConv(6, 9), FP_AGG, 0, 2, 0, "forward, error, weight"),
+        (GraphConv, (6, 9), SHARED, (0, 0, 2), ALL),
+        (GraphConv, (9, 6), SHARED, (0, 0, 2), ALL),
+        (GraphConv, (6, 9), FP_AGG, (0, 2, 0), "forward, error, weight"),
+        (GraphConv, (6, 9), AUTHORS, (2, 1, 1), AGGREGATED_BY_NODE),
         (
-            GraphConv(6, 9),
-            AUTHORS,
-            2,
-            1,
-            1,
-            "error, aggregation error (forward simulated: weights have a range per row;"
-            " weight simulated: inputs have a range per node; aggregation simulated: features have a range per node)",
-        ),
-        (
-            SAGEConv(6, 9),
+            SAGEConv,
+            (6, 9),
             SHARED,
-            0,
-            1,
-            1,
+            (0, 1, 1),
             "forward, error, weight, aggregation (aggregation error simulated: the mean ",
         ),
         (
-            SAGEConv(9, 6),
+            SAGEConv,
+            (9, 6),
             AUTHORS,
-            4,
-            2,
-            0,
+            (4, 2, 0),
             "forward (error simulated: weights have a range per row; weight simulated:",
         ),
-        (
-            GraphConv(6, 9),
-            own(graph_grad=Quantizer("per_row")),
-            2,
-            2,
-            0,
-            "error (forward simulated",
-        ),
+        (GraphConv, (6, 9), BY_ROW_GRADIENT, (2, 2, 0), "error (forward simulated"),
     ],
 )
-def test_int8_graph_layers_run_as_in_summary(
-    layer, config, products, sums, integer_sums, said
-):
-    model, g = cpt.quantize_(nn.ModuleList([copy.deepcopy(layer)]), config), graph()
-    x = drawn(
-        "two-sided",
-        NODES,
-        layer.weight.shape[0] if isinstance(layer, GraphConv) else layer._in_src_feats,
-    )
-    _ = g.transposed
-    with cpt.precision(model, 8, q_grad=8), OpRecorder() as ran:
-        model[0](g, x.requires_grad_()).square().sum().backward()
-    counted = (
-        ran.count("mm", "addmm"),
-        ran.count("cpt_graphs::sum"),
-        ran.count("cpt::sum_neighbours"),
-    )
-    assert counted == (products, sums, integer_sums)
-    assert f"int8 matmuls: {said}" in str(cpt.summary(model))
+def test_int8_graph_layers_run_as_in_summary(kind, sizes, config, counts, text):
+    model = cpt.quantize_(nn.ModuleList([kind(*sizes)]), config)
+    graph, x = make_graph(), features(sizes[0]).requires_grad_()
+    _ = graph.transposed
+    with cpt.precision(model, 8, q_grad=8), OpRecorder() as recorder:
+        model[0](graph, x).square().sum().backward()
+    operations = ("mm", "addmm"), ("cpt_graphs::sum",), ("cpt::sum_neighbours",)
+    assert tuple(recorder.count(*names) for names in operations) == counts
+    assert f"int8 matmuls: {text}" in str(cpt.summary(model))
 
 
 def test_int8_graph_sum_is_limited_to_int32(monkeypatch):
-    monkeypatch.setattr(graph_integer, "MAX_DEGREE", 6)
-    model, g, x = cpt.quantize_(GraphConv(6, 9), SHARED), graph(), features()
-    most = int(g.in_degrees.max())
-    with (
-        cpt.precision(model, 8),
-        pytest.raises(
-            ValueError, match=rf"at most 6 terms, {most} edges lead to a node"
-        ),
-    ):
-        model(g, x)
+    monkeypatch.setattr(int8_graph_layers, "MAX_DEGREE", 6)
+    model, graph = cpt.quantize_(GraphConv(6, 9), SHARED), make_graph()
+    degree = int(graph.in_degrees.max())
+    with cpt.precision(model, 8):
+        message = rf"at most 6 terms, {degree} edges lead to a node"
+        refused(message, model, graph, features())
 
 
-# --- constant features -------------------------------------------------------------------------------
+def test_int8_graph_conv_saves_int8_for_backward():
+    graph, x, sizes = make_graph(), features(64).requires_grad_(), []
+    for execution in ("integer", "simulated"):
+        config = replace(SHARED, execution=execution)
+        model = cpt.quantize_(GraphConv(64, 64), config)
+        sizes.append(kept_bytes(model, graph, x))
+    assert sizes[0] < 0.35 * sizes[1]
 
 
-@pytest.mark.parametrize(  # a width of 6: the sum comes first; of 12: the product
-    ("kind", "width", "config"),
+# --- constant features --------------------------------------------------------------------------
+
+
+def two_layers(kind, width, config, classes=3):
+    torch.manual_seed(0)
+    model = GraphNet(kind, width, classes, hidden=8, layers=2, dropout=0.0)
+    return cpt.quantize_(model, config)
+
+
+@pytest.mark.parametrize(
+    # a width of 6: the sum comes first; of 12: the matmul
+    ("kind", "width", "config", "constant_sets", "sets"),
     [
-        ("gcn", 6, SHARED),
-        ("gcn", 12, AUTHORS),
-        ("gcn", 12, FP_AGG),
-        ("sage", 6, AUTHORS),
-        ("sage", 6, FP_AGG),
-        ("sage", 12, SHARED),
+        ("gcn", 6, SHARED, 1, 1),
+        ("gcn", 12, AUTHORS, 1, 1),
+        ("gcn", 12, FP_AGG, 1, 1),
+        # the nodes' own features and the means
+        ("sage", 6, AUTHORS, 2, 2),
+        ("sage", 6, FP_AGG, 2, 2),
+        ("sage", 12, SHARED, 1, 2),
     ],
 )
-def test_int8_constant_features_encoded_once_per_bits(monkeypatch, kind, width, config):
-    encode, made, outcomes = graph_integer.encode_operand, [], []
-    monkeypatch.setattr(
-        graph_integer,
-        "encode_operand",
-        lambda p, role, x: made.append((role, x.shape[1])) or encode(p, role, x),
-    )
-    for constant in (False, True):
-        torch.manual_seed(0)
-        g, x = graph(), drawn("two-sided", NODES, width)
-        g.set_constant(x if constant else None)
-        model = cpt.quantize_(
-            GraphNet(kind, width, 3, hidden=8, layers=2, dropout=0.0), config
-        )
-        made.clear()
+def test_int8_constant_features_encoded_once_per_bits(
+    monkeypatch, kind, width, config, constant_sets, sets
+):
+    encode, encoded, gradients = int8_graph_layers.encode_operand, [], []
+
+    def record(precision, role, x):
+        encoded.append((role, x.shape[1]))
+        return encode(precision, role, x)
+
+    monkeypatch.setattr(int8_graph_layers, "encode_operand", record)
+    for is_constant, expected in ((False, sets * 5), (True, constant_sets * 3)):
+        graph, x = make_graph(), features(width)
+        graph.set_constant(x if is_constant else None)
+        model = two_layers(kind, width, config)
+        encoded.clear()
         for bits in (3, 8, 3, 5, 8):
             with cpt.precision(model, bits, q_grad=8):
-                model(g, x).square().sum().backward()
-        # two sets of features go into a sum before its product in GraphSAGE: the nodes' own, and the means
-        sets = 1 + (kind == "sage" and width == 6)
-        assert made.count(("input", width)) == (
-            sets * 3 if constant else (1 + (kind == "sage")) * 5
-        )
-        outcomes.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+                model(graph, x).square().sum().backward()
+        assert encoded.count(("input", width)) == expected
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_int8_cached_features_follow_in_place_changes():
     """Reuse in training the constant features encoded during evaluation."""
-    g, x = graph(), features()
-    model = cpt.quantize_(
-        GraphNet("gcn", 6, 3, hidden=8, layers=2, dropout=0.0), SHARED
-    )
-    for change in (lambda: None, lambda: x.mul_(-2), lambda: x.add_(1)):
-        change()
-        results = []
-        for constant in (x, None):
-            g.set_constant(constant) if g.constant is None or constant is None else None
-            with cpt.precision(model, 4, q_grad=8):
-                with torch.inference_mode():
-                    first = model(g, x).clone()
-                y = model(g, x)
-                y.sum().backward()
-            assert torch.equal(first, y)
-            results.append(y)
-        assert torch.equal(*results)
-        g.set_constant(x)
+    graph, x = make_graph(), features()
+    model = two_layers("gcn", 6, SHARED)
+
+    def evaluate_and_train():
+        with cpt.precision(model, 4, q_grad=8):
+            with torch.inference_mode():
+                evaluated = model(graph, x).clone()
+            y = model(graph, x)
+            y.sum().backward()
+        assert torch.equal(evaluated, y)
+        return y
+
+    for factor, shift in ((1, 0), (-2, 0), (1, 1)):
+        graph.set_constant(x)
         with cpt.precision(model, 4):
-            model(g, x)  # fills what the next change must not leave
+            model(graph, x)  # fills what the change must not leave
+        x.mul_(factor).add_(shift)
+        y = evaluate_and_train()
+        graph.set_constant(None)
+        assert torch.equal(y, evaluate_and_train())
 
 
-# --- training ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+@pytest.mark.parametrize(
+    ("config", "sums"), [(SIMULATED_FP_AGG, 1), (SIMULATED, 2)], ids=["fp", "quantized"]
+)
+@pytest.mark.parametrize("modes", [(False, True), (True, False)])
+def test_constant_features_cache_serves_training_and_evaluation(
+    monkeypatch, kind, config, sums, modes
+):
+    graph, x, widths = make_graph(), features(), []
+    model = two_layers(kind, 6, config.with_gradient_rounding("nearest"), classes=4)
+    aggregate = Graph.aggregate
+
+    def record(graph, h, reduce="sum"):
+        widths.append(h.shape[1])
+        return aggregate(graph, h, reduce)
+
+    def run(training, bits):
+        with (
+            cpt.precision(model.train(training), bits, q_grad=8),
+            torch.inference_mode(not training),
+        ):
+            y = model(graph, x)
+            if not training:
+                return [y]
+            return [y, *torch.autograd.grad(y.square().sum(), model.parameters())]
+
+    monkeypatch.setattr(Graph, "aggregate", record)
+    expected = {}
+    # of a constant there is one sum, or one for every number of bits
+    for constant, expected_sums in ((None, 6), (x, sums)):
+        graph.set_constant(constant)
+        widths.clear()
+        for training in modes:
+            for bits in (3, 5, 3):
+                results = run(training, bits)
+                first = expected.setdefault((training, bits), results)
+                assert identical(results, first)
+        assert widths.count(6) == expected_sums
 
 
-def test_int8_graph_conv_saves_int8_for_backward():
-    g, x = graph(), drawn("two-sided", NODES, 64).requires_grad_()
-    configs = (replace(SHARED, execution=e) for e in ("integer", "simulated"))
-    integer, simulated = (
-        kept_bytes(cpt.quantize_(GraphConv(64, 64), c), g, x) for c in configs
-    )
-    assert integer < 0.35 * simulated
+def test_aggregation_after_matmul_is_not_cached():
+    graph, x = make_graph(), features()
+    graph.set_constant(x)
+    model = cpt.quantize_(GraphConv(6, 4), SIMULATED)
+    with cpt.precision(model, 3, q_grad=5):
+        before = model(graph, x).detach()
+        nn.init.constant_(model.weight, 1.0)
+        assert not torch.equal(model(graph, x), before)
 
 
-def network(kind="gcn", config=SHARED):
-    torch.manual_seed(1)
-    return cpt.quantize_(GraphNet(kind, 6, 3, hidden=16, dropout=0.0), config)
+# --- training -----------------------------------------------------------------------------------
 
 
-SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
-
-
-def train(model, checkpoint=False):
+def train(kind, config, is_checkpointed=False):
     """Return the losses of eight steps on constant features."""
-    g, x = graph(), features()
-    g.set_constant(x)
+    torch.manual_seed(1)
+    model = cpt.quantize_(GraphNet(kind, 6, 3, hidden=16, dropout=0.0), config)
+    graph, x = make_graph(), features()
+    graph.set_constant(x)
     target = torch.randint(3, (NODES,), generator=torch.Generator().manual_seed(3))
-    run = (
-        partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)
-        if checkpoint
-        else model
-    )
-    return losses_of(
-        model,
-        SCHEDULE,
-        lambda step: nn.functional.cross_entropy(run(g, x), target),
-        8,
-        lr=0.05,
-    )
+    run = partial(checkpoint, model, use_reentrant=False) if is_checkpointed else model
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
+    loss = lambda _: cross_entropy(run(graph, x), target)  # noqa: E731
+    return losses_of(model, schedule, loss, 8, lr=0.05)
 
 
 @pytest.mark.parametrize(("kind", "config"), [("gcn", AUTHORS), ("sage", SHARED)])
 def test_int8_graph_training_equals_simulation_and_repeats(kind, config):
-    losses = train(network(kind, config))
-    assert losses == train(network(kind, config), checkpoint=True)
-    simulated = train(network(kind, replace(config, execution="simulated")))
-    assert losses[0] == pytest.approx(
-        simulated[0], rel=1e-2
-    )  # a code that flips is a step of a 3-bit grid
+    losses = train(kind, config)
+    assert losses == train(kind, config, is_checkpointed=True)
+    simulated = train(kind, replace(config, execution="simulated"))
+    # a code that flips is a step of a 3-bit grid
+    assert losses[0] == pytest.approx(simulated[0], rel=1e-2)
     assert losses == pytest.approx(simulated, rel=0.1)
 
 
-# --- few passes over the nodes -----------------------------------------------------------------------
+# --- fused operators of rows --------------------------------------------------------------------
 
-FP, Q = cpt.QuantConfig(), cpt.QuantConfig(aggregation="quantized")
 CHAINS = {
-    **{name: (name, Q) for name in LAYERS},
+    **{name: (name, SIMULATED) for name in LAYERS},
     **{
         name: ("GCN", replace(config, execution="simulated"))
         for name, config in CONFIGS.items()
     },
-    "FP-Agg, authors' steps": ("GCN", FP),
-    "FP-Agg, product first": ("GCN, product first", FP),
-    "gradients to the nearest": ("GCN", Q.with_gradient_rounding("nearest")),
-    **dict.fromkeys(("float64", "bfloat16", "no nodes"), ("GCN", Q)),
+    "FP-Agg, authors' steps": ("GCN", SIMULATED_FP_AGG),
+    "FP-Agg, matmul first": ("GCN, matmul first", SIMULATED_FP_AGG),
+    "gradients to nearest": ("GCN", SIMULATED.with_gradient_rounding("nearest")),
+    "float64": ("GCN", SIMULATED),
+    "bfloat16": ("GCN", SIMULATED),
+    "no nodes": ("GCN", SIMULATED),
 }
-NO_NODES = Graph(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 @pytest.fixture
@@ -377,106 +387,47 @@ def plain_handlers():
 @pytest.mark.parametrize("case", CHAINS)
 def test_fused_row_operators_equal_plain_chains(case, plain_handlers):
     name, config = CHAINS[case]
-    layer, g, x, bits = prepared(name)
+    layer, graph, x, options = make_case(name)
     if case == "no nodes":
-        g, x = NO_NODES, x[:0]
-    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(
-        case, torch.float32
-    )
-    model = cpt.quantize_(layer.to(dtype), config)
+        indptr, indices = torch.zeros(2, 1, dtype=torch.int64)
+        graph, x = Graph(indptr, indices[:0]), x[:0]
+    if case in ("float64", "bfloat16"):
+        dtype = getattr(torch, case)
+        layer, x = layer.to(dtype), x.to(dtype)
+    model = cpt.quantize_(layer, config)
     other = copy.deepcopy(model)
-    found, key = passes(model, g, x.to(dtype), **bits)
+    results, keys = passes(model, graph, x, **options)
     plain_handlers()
-    expected, expected_key = passes(other, g, x.to(dtype), **bits)
-    assert key == expected_key
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+    expected, expected_keys = passes(other, graph, x, **options)
+    assert keys == expected_keys
+    for a, b in zip(results, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "config", "expected"),
+    ("sizes", "config", "counts"),
     [
-        ((6, 9), FP, {"scale_round": 0, "scale_round_add": 1, "round_scale_round": 1}),
-        ((6, 9), Q, {"scale_round": 1, "scale_round_add": 1, "round_scale_round": 1}),
-        (
-            (6, 4),
-            FP,
-            {"scale_round": 1, "scale_round_add": 1, "round_scale_round": 0},
-        ),  # the sum between is float32
-        ((6, 4), Q, {"scale_round": 1, "scale_round_add": 1, "round_scale_round": 1}),
+        ((6, 9), SIMULATED_FP_AGG, (0, 1, 1)),
+        ((6, 9), SIMULATED, (1, 1, 1)),
+        ((6, 4), SIMULATED_FP_AGG, (1, 1, 0)),  # the sum between is float32
+        ((6, 4), SIMULATED, (1, 1, 1)),
     ],
 )
-def test_graph_conv_fuses_adjacent_operations(sizes, config, expected):
+def test_graph_conv_fuses_adjacent_operations(sizes, config, counts):
     model, x = cpt.quantize_(GraphConv(*sizes), config), features().requires_grad_()
-    with cpt.precision(model, 3, q_grad=5), OpRecorder() as ran:
-        model(graph(), x).square().sum().backward()
-    assert {name: ran.count(f"cpt::{name}") for name in expected} == expected
+    with cpt.precision(model, 3, q_grad=5), OpRecorder() as recorder:
+        model(make_graph(), x).square().sum().backward()
+    names = "scale_round", "scale_round_add", "round_scale_round"
+    assert tuple(recorder.count(f"cpt::{name}") for name in names) == counts
 
 
-@pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
+@pytest.mark.parametrize("config", [SIMULATED_FP_AGG, SIMULATED])
 def test_check_sees_rounding_in_fused_operators(config):
-    found = cpt.check(
-        cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config), (graph(), features())
-    )
-    assert found.ok, str(found)
-    assert all(e.quantized or "aggregation" in e.layer for e in found.operations), str(
-        found
-    )
-    assert {e.layer for e in found.operations if e.backward} >= {
-        "convs.0",
-        "convs.1",
-        "convs.2",
-    }
-
-
-@pytest.mark.parametrize("kind", ["gcn", "sage"])
-@pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
-@pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_constant_features_cache_serves_training_and_evaluation(
-    monkeypatch, kind, config, first
-):
-    g, x, calls = graph(), features(), []
-    model, original = (
-        GraphNet(kind, 6, 4, hidden=8, layers=2, dropout=0.0),
-        Graph.aggregate,
-    )
-    cpt.quantize_(model, config.with_gradient_rounding("nearest"))
-    monkeypatch.setattr(
-        Graph,
-        "aggregate",
-        lambda self, h, r="sum": calls.append(h.shape[1]) or original(self, h, r),
-    )
-    expected, counts = {}, []
-    for constant in (None, x):
-        g.set_constant(constant)
-        calls.clear()
-        for evaluates in (first == "evaluation", first == "training"):
-            for bits in (3, 5, 3):
-                with (
-                    cpt.precision(model.train(not evaluates), bits, q_grad=8),
-                    torch.inference_mode(evaluates),
-                ):
-                    found = [model(g, x)]
-                    found += (
-                        []
-                        if evaluates
-                        else torch.autograd.grad(
-                            found[0].square().sum(), model.parameters()
-                        )
-                    )
-                assert identical(found, expected.setdefault((evaluates, bits), found))
-        counts.append(calls.count(6))
-    assert counts == [
-        6,
-        1 if config is FP else 2,
-    ]  # of a constant: once, or once for every number of bits
-
-
-def test_aggregation_after_matmul_is_not_cached():
-    g, x = graph(), features()
-    g.set_constant(x)
-    model = cpt.quantize_(GraphConv(6, 4), Q)
-    with cpt.precision(model, 3, q_grad=5):
-        before = model(g, x).detach()
-        nn.init.constant_(model.weight, 1.0)
-        assert not torch.equal(model(g, x), before)
+    model = cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config)
+    report = cpt.check(model, (make_graph(), features()))
+    assert report.ok, str(report)
+    matmuls = [o for o in report.operations if "aggregation" not in o.layer]
+    assert all(o.quantized for o in matmuls), str(report)
+    layers = {o.layer for o in report.operations if o.backward}
+    assert layers >= {"convs.0", "convs.1", "convs.2"}

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -20,152 +19,135 @@ from cpt_lab.training.train import evaluate, train
 pytestmark = pytest.mark.slow
 
 # batches of two sizes; milestones, a cosine, and a rate that follows the evaluations
-RUNS = {
-    "images": partial(
-        smoke_spec,
-        "digits",
-        model="resnet8_w8",
-        train_images=90,
-        batch=16,
-        crop=1,
-        valid_images=40,
-        test_images=40,
-    ),
-    "words": partial(
-        smoke_spec,
-        "pydoc",
-        dropout=0.2,
-        train_tokens=2_000,
-        batch=8,
-        length=9,
-        embedding=8,
-        hidden=8,
-        valid_tokens=600,
-        test_tokens=600,
-        lr_rule="plateau",
-    ),
-    "graph": partial(smoke_spec, "digits-graph", model="gcn", dropout=0.3, hidden=8),
-    "quantised sums": partial(
-        smoke_spec, "digits-graph", model="gcn", aggregation="quantized", hidden=8
-    ),
-    "sums on codes": partial(
-        smoke_spec,
-        "digits-graph",
-        model="gcn",
-        hidden=8,
-        execution="integer",
-        shared_steps=True,
-    ),
-    "sentences": partial(
-        smoke_spec,
-        "templates",
-        padding="max",
-        train_pairs=90,
-        valid_pairs=20,
-        test_pairs=20,
-        batch=16,
-        length=20,
-        hidden=16,
-        layers=1,
-    ),
-    "images on codes": partial(
-        smoke_spec,
-        "digits",
-        model="resnet8_w8",
-        train_images=90,
-        batch=16,
-        valid_images=40,
-        test_images=40,
-        execution="integer",
-        shared_steps=True,
-    ),
+ON_INT8 = {"execution": "integer", "shared_steps": True}
+IMAGES = {
+    "model": "resnet8_w8",
+    "train_images": 90,
+    "valid_images": 40,
+    "test_images": 40,
+    "batch": 16,
 }
+WORDS = {
+    "train_tokens": 2_000,
+    "valid_tokens": 600,
+    "test_tokens": 600,
+    "batch": 8,
+    "length": 9,
+    "embedding": 8,
+    "hidden": 8,
+    "dropout": 0.2,
+    "lr_rule": "plateau",
+}
+SENTENCES = {
+    "train_pairs": 90,
+    "valid_pairs": 20,
+    "test_pairs": 20,
+    "batch": 16,
+    "length": 20,
+    "hidden": 16,
+    "layers": 1,
+    "padding": "max",
+}
+GCN = {"model": "gcn", "hidden": 8}
+RUNS = {
+    "images": ("digits", IMAGES | {"crop": 1}),
+    "words": ("pydoc", WORDS),
+    "graph": ("digits-graph", GCN | {"dropout": 0.3}),
+    "quantised sums": ("digits-graph", GCN | {"aggregation": "quantized"}),
+    "int8 sums": ("digits-graph", GCN | ON_INT8),
+    "sentences": ("templates", SENTENCES),
+    "images on int8": ("digits", IMAGES | ON_INT8),
+}
+
+
+def make_spec(name, **changes):
+    # sums, or their codes, are kept for every q, and so are recordings
+    steps = 60 if "sums" in name else 18
+    dataset, options = RUNS[name]
+    schedule = {"arm": "LR", "q_min": 3, "n_cycles": 1, "steps": steps}
+    return smoke_spec(dataset, evaluate_every=7, **{**schedule, **options, **changes})
+
+
+def make_session(name, **changes):
+    """Return a session and its batches."""
+    spec = make_spec(name, **changes)
+    one = Session(load_task_class(spec), spec)
+    return one, one.task.batches(0)
 
 
 @pytest.fixture
 def recorders(monkeypatch):
-    """Let sessions on the CPU capture their steps; return the recorders."""
+    """Let sessions on the CPU capture their steps as on a GPU; return the recorders."""
     made = []
 
-    def recorder(device):
+    def make_recorder(device):
         made.append(TapeRecorder())
         return made[-1]
 
-    monkeypatch.setattr(
-        session,
-        "unsupported_reason",
-        lambda device, fixed_shape: "" if fixed_shape else "shapes differ",
-    )
-    monkeypatch.setattr(session, "CudaRecorder", recorder)
-    on_device = classmethod(
-        lambda cls, x: cls(
-            *(v.reshape(()) for v in (x.zero_point, x.zero_value, x.scale))
-        )
-    )
-    monkeypatch.setattr(
-        convolution.CodeGrid, "from_tensor", on_device
-    )  # as on a GPU: on a CPU the host reads these numbers
-    monkeypatch.setattr(
-        convolution, "has_onednn_convolution", lambda device: False
-    )  # nor are there weights that a library packs
+    def unsupported_reason(device, has_fixed_shape):
+        return "" if has_fixed_shape else "shapes differ"
+
+    def from_tensor(cls, x):  # on a CPU the host reads these numbers
+        return cls(*(v.reshape(()) for v in (x.zero_point, x.zero_value, x.scale)))
+
+    monkeypatch.setattr(session, "unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(session, "CudaRecorder", make_recorder)
+    monkeypatch.setattr(convolution.CodeGrid, "from_tensor", classmethod(from_tensor))
+    # nor does a library pack weights
+    monkeypatch.setattr(convolution, "has_onednn_convolution", lambda device: False)
     return made
 
 
 @pytest.fixture
-def eager(monkeypatch):
-    """Return a context in which no step repeats often enough to be recorded."""
+def train_eagerly(monkeypatch):
+    """Return ``train`` without captures: no step repeats often enough."""
 
-    def run(call, *args, **kwargs):
+    def run(*args):
         with monkeypatch.context() as patch:
             patch.setattr(cuda_graphs, "CAPTURE_WARM_UP_STEPS", 10**9)
-            return call(*args, **kwargs)
+            return train(*args)
 
     return run
 
 
-def spec_of(name, **changes):
-    steps = (
-        60 if "sums" in name else 18
-    )  # sums, or their codes, are kept for every q, and so are recordings
-    return RUNS[name](
-        arm="LR", q_min=3, evaluate_every=7, **{"steps": steps, "n_cycles": 1} | changes
-    )
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_captured_steps_equal_eager_bit_for_bit(name, recorders, eager):
-    spec = spec_of(name)
-    plain = eager(train, load_task_class(spec), spec)
+def test_captured_steps_equal_eager_bit_for_bit(name, recorders, train_eagerly):
+    spec = make_spec(name)
+    task = load_task_class(spec)
+    plain = train_eagerly(task, spec)
     bits = set(plain.history["bits"])
     assert bits == {3, 4, 5, 6, 7, 8}
-    run = train(load_task_class(spec), spec)
-    assert (plain.captured, run.captured > 8) == (0, True)
+    assert plain.captured == 0
+    run = train(task, spec)
+    assert run.captured > 8
     assert (run.history, run.metrics) == (plain.history, plain.metrics)
-    steps, answers = (len(recorder.tapes) for recorder in recorders[2:])
-    assert (steps, answers) == (len(bits) if "sums" in name else 1, 1)
+    step_tapes, evaluation_tapes = (len(recorder.tapes) for recorder in recorders[2:])
+    assert step_tapes == (len(bits) if "sums" in name else 1)
+    assert evaluation_tapes == 1
 
 
 @pytest.mark.parametrize(
-    "name", ["images", "words", "sentences", "quantised sums", "sums on codes"]
+    "name", ["images", "words", "sentences", "quantised sums", "int8 sums"]
 )
 def test_captured_evaluation_follows_weights_and_bits(name, recorders):
-    spec = spec_of(name)
-    one = Session(load_task_class(spec), spec)
-    forward, batches = one.forward, one.task.batches(0)
-    for step in (*[1] * 5, *[spec.recipe.steps] * 5, 1):
+    one, batches = make_session(name)
+    last_step = one.spec.recipe.steps
+    for step in (*[1] * 5, *[last_step] * 5, 1):
         one.step(next(batches), 0.1)
-        replayed, one.forward = evaluate(one, step, "current"), one.model
+        captured = one.forward
+        replayed = evaluate(one, step, "current")
+        one.forward = one.model
         assert evaluate(one, step, "current") == replayed
-        one.forward = forward
+        one.forward = captured
     assert recorders[1].tapes
-    assert (replayed["bits"], spec.schedule(spec.recipe.steps - 1)) == (3, 8)
+    assert replayed["bits"] == 3
+    assert one.spec.schedule(last_step - 1) == 8
 
 
-@pytest.mark.parametrize(
-    "name", ["words", "graph"]
-)  # a state that is carried; Adam, which counts its steps
+# a state that is carried; Adam, which counts its steps
+@pytest.mark.parametrize("name", ["words", "graph"])
 def test_captured_run_records_again_when_resumed(name, recorders, tmp_path):
-    spec, file = spec_of(name), tmp_path / "run.pt"
+    spec, file = make_spec(name), tmp_path / "run.pt"
     whole = train(load_task_class(spec), spec)
     stop_at(11, spec, file)
     resumed = train(load_task_class(spec), spec, checkpoint=file)
@@ -174,25 +156,21 @@ def test_captured_run_records_again_when_resumed(name, recorders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "ladder", "runs"),
+    ("name", "ladder", "steps_at_bits", "q_max"),
     [
-        ("images on codes", "affine", ((7, 6), (10, 6), (7, 6))),
-        ("images", "mx", ((1, 6), (2, 6), (1, 4), (2, 2))),
+        ("images on int8", "affine", ((7, 6), (10, 6), (7, 6)), 8),
+        ("images", "mx", ((1, 6), (2, 6), (1, 4), (2, 2)), 2),
     ],
 )
 def test_captured_steps_recorded_per_execution_and_format(
-    name, ladder, runs, recorders, eager
+    name, ladder, steps_at_bits, q_max, recorders, train_eagerly
 ):
     """Record steps beyond 8 bits, and of each ladder format, separately."""
-    spec, top = spec_of(name), min(8, max(bits for bits, _ in runs))
+    spec, schedule = make_spec(name), TableSchedule(steps_at_bits)
     recipe = replace(spec.recipe, ladder=ladder)
-    spec = replace(
-        spec, schedule=TableSchedule(runs), q_max=top, q_grad=top, recipe=recipe
-    )
-    plain, run = (
-        eager(train, load_task_class(spec), spec),
-        train(load_task_class(spec), spec),
-    )
+    spec = replace(spec, schedule=schedule, q_max=q_max, q_grad=q_max, recipe=recipe)
+    task = load_task_class(spec)
+    plain, run = train_eagerly(task, spec), train(task, spec)
     assert run.history == plain.history
     assert run.captured > 4
     assert len(recorders[2].tapes) == 2
@@ -200,87 +178,83 @@ def test_captured_steps_recorded_per_execution_and_format(
 
 @pytest.mark.parametrize("name", ["images", "words"])
 def test_captured_steps_follow_learning_rate_and_nan(name, recorders):
-    spec = spec_of(name, clip=0.1)
-    one = Session(load_task_class(spec), spec)
-    batches = one.task.batches(0)
-    for _ in range(4):
-        one.step(next(batches), 0.1)
-    for lr in (0.05, 0.0):
-        before = [p.detach().clone() for p in one.model.parameters()]
-        one.step(next(batches), lr)
-        stays = [
-            torch.equal(a, b)
-            for a, b in zip(before, one.model.parameters(), strict=True)
+    one, batches = make_session(name, clip=0.1)
+    parameters = list(one.model.parameters())
+
+    def step(lr):
+        before = [p.detach().clone() for p in parameters]
+        loss = one.step(next(batches), lr)
+        return loss, [
+            torch.equal(*pair) for pair in zip(before, parameters, strict=True)
         ]
-        assert (
-            all(stays) if lr == 0 else not any(stays[-2:])
-        )  # the last layer: others may have no gradient
+
+    for _ in range(4):
+        step(0.1)
+    _, is_unchanged = step(0.05)
+    assert not any(is_unchanged[-2:])  # others than the last may have no gradient
+    _, is_unchanged = step(0.0)
+    assert all(is_unchanged)
     assert one.captured >= 2
     with torch.no_grad():
-        *others, last = one.model.parameters()
-        last.fill_(float("nan"))
-    before = [p.detach().clone() for p in others]
-    assert not one.step(next(batches), 0.1).isfinite()
-    assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
+        parameters[-1].fill_(float("nan"))
+    loss, is_unchanged = step(0.1)
+    assert not loss.isfinite()
+    assert all(is_unchanged[:-1])
 
 
 def test_captured_steps_update_weights_for_callers(recorders, monkeypatch):
     """Advance tensor versions as the replaced step does, and use no stale weights."""
-    spec = spec_of("images")
-    one, other = (
-        Session(load_task_class(spec), spec),
-        Session(load_task_class(spec), spec),
-    )
-    monkeypatch.setattr(other.capture, "_repeats", lambda *_: False)
-    losses: list = [[], []]
-    for each, seen in zip((one, other), losses, strict=True):
-        for batch in itertools.islice(each.task.batches(0), 5):
-            *_, last = each.model.parameters()
-            version, replayed = last._version, each.captured
-            seen.append(each.step(batch, 0.1))
-            assert last._version > version or each.captured == replayed
-            each.model(batch[0])
-    assert torch.equal(*map(torch.stack, losses))
-    assert (one.captured > 0, other.captured) == (True, 0)
+    losses, counts = [], []
+    for is_captured in (True, False):
+        one, batches = make_session("images")
+        if not is_captured:
+            monkeypatch.setattr(one.capture, "_repeats", lambda *_: False)
+        *_, last = one.model.parameters()
+        for batch in itertools.islice(batches, 5):
+            version, count = last._version, one.captured
+            losses.append(one.step(batch, 0.1))
+            assert last._version > version or one.captured == count
+            one.model(batch[0])
+        counts.append(one.captured)
+    assert losses[:5] == losses[5:]
+    assert counts[0] > 0
+    assert counts[1] == 0
 
 
 def test_captured_losses_are_not_overwritten(recorders):
-    spec = spec_of("images")
-    one = Session(load_task_class(spec), spec)
-    batches = one.task.batches(0)
+    one, batches = make_session("images")
     losses = [one.step(next(batches), 0.1) for _ in range(4)]
-    kept = [float(loss) for loss in losses]
+    values = list(map(float, losses))
     one.step(next(batches), 0.1)
     assert one.captured > 1
-    assert list(map(float, losses)) == kept
+    assert list(map(float, losses)) == values
 
 
-def test_capture_falls_back_and_gives_reason(recorders, eager, monkeypatch, caplog):
-    spec = spec_of("images")
+def test_capture_falls_back_and_gives_reason(recorders, train_eagerly, caplog):
+    spec = make_spec("images")
     task = load_task_class(spec)
-    plain = eager(train, task, spec)
+    plain = train_eagerly(task, spec)
 
-    class Reads(task):
+    class ReadsLoss(task):
         def loss(self, model, batch, carry):
             loss, carry = super().loss(model, batch, carry)
             assert float(loss.detach()) > 0
             return loss, carry
 
-    run = train(Reads, spec)
+    run = train(ReadsLoss, spec)
     assert (run.captured, run.history) == (0, plain.history)
-    assert (
-        "_local_scalar_dense.default reads a number on the host"
-        in run.uncaptured_reason
-    )
-    (line,) = [r.getMessage() for r in caplog.records if r.name == cuda_graphs.__name__]
-    assert line.startswith(
+    reason = "_local_scalar_dense.default reads a number on the host"
+    assert reason in run.uncaptured_reason
+    records = [r for r in caplog.records if r.name == cuda_graphs.__name__]
+    (message,) = (record.getMessage() for record in records)
+    assert message.startswith(
         "the steps of this run cannot be captured and go on one launch at a time: RuntimeError"
     )
 
 
-def test_captured_python_state_is_frozen(recorders, eager):
+def test_captured_python_state_is_frozen(recorders, train_eagerly):
     """Show as a control that a recorded step with Python state gives different losses."""
-    spec = spec_of("words")
+    spec = make_spec("words")
 
     class Drifts(load_task_class(spec)):
         calls = 0
@@ -290,13 +264,14 @@ def test_captured_python_state_is_frozen(recorders, eager):
             loss, carry = super().loss(model, batch, carry)
             return loss * (1 + 0.01 * self.calls), carry
 
-    frozen, plain = train(Drifts, spec), eager(train, Drifts, spec)
-    assert frozen.history["loss"][:4] == plain.history["loss"][:4]
-    assert frozen.history["loss"][-1] != plain.history["loss"][-1]
+    losses = train(Drifts, spec).history["loss"]
+    expected = train_eagerly(Drifts, spec).history["loss"]
+    assert losses[:4] == expected[:4]
+    assert losses[-1] != expected[-1]
 
 
 @pytest.mark.parametrize(
-    ("device", "fixed", "value", "reason"),
+    ("device", "has_fixed_shape", "value", "reason"),
     [
         ("cpu", True, "1", "the device is cpu"),
         ("cuda", True, "1", ""),
@@ -304,7 +279,10 @@ def test_captured_python_state_is_frozen(recorders, eager):
         ("cuda", False, "1", "shapes differ from step to step"),
     ],
 )
-def test_capture_unsupported_reason(device, fixed, value, reason, monkeypatch):
+def test_capture_unsupported_reason(
+    device, has_fixed_shape, value, reason, monkeypatch
+):
     monkeypatch.setenv("CPT_CAPTURE", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cuda_graphs.unsupported_reason(torch.device(device), fixed) == reason
+    device = torch.device(device)
+    assert cuda_graphs.unsupported_reason(device, has_fixed_shape) == reason
