@@ -1,7 +1,6 @@
 """Data-loading processes: their number, shared memory and results, and no use of a GPU."""
 
 import itertools
-import math
 import pickle
 import subprocess
 import sys
@@ -9,10 +8,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from dataset_layouts import picture, write
+from dataset_layouts import pictures, write
 from fake_gpu import CUDA, Phantom
 from helpers import refused, smoke_spec
-from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
@@ -37,184 +35,159 @@ CPU = torch.device("cpu")
 MB = 10**6
 IMAGES = smoke_spec(
     "digits",
-    dataset="pets/",
+    dataset="mine/",
     batch=4,
     size=72,
     crop="resized",
     flip=True,
     valid_images=2,
 ).recipe
-PICTURES = smoke_spec("digit-scenes", batch=2, size=40, max_size=70, flip=True).recipe
+SCENES = smoke_spec("digit-scenes", batch=2, size=40, max_size=70, flip=True).recipe
 
 
 @pytest.fixture
-def pets(data_folder):
-    """Load images of distinct sizes, one file per class and number."""
-    places = [
-        f"{split}/{kind}/{i}.png"
-        for split, n in (("train", 5), ("val", 3))
-        for kind in "ab"
-        for i in range(n)
-    ]
-    write(
-        data_folder / "pets",
-        {name: picture((80 + i, 90), seed=i) for i, name in enumerate(places)},
-    )
+def images(data_folder):
+    """Load ten images to train on and six to test on, which are read from disk."""
+    names = [f"{kind}/{i}.png" for kind in "ab" for i in range(5)]
+    train = pictures(*(f"train/{name}" for name in names), size=(80, 90))
+    test = pictures(*(f"val/{name}" for name in names[:3] + names[5:8]), size=(81, 90))
+    write(data_folder / "mine", train | test)
     return load_images(IMAGES)
 
 
-# cores, megabytes of /dev/shm (None: no such folder), megabytes of a batch -> processes, or what is said
-READERS = {
-    "as many as cores": (6, 64, 1, 6, None),
-    "no limit": (6, None, 1000, 6, None),
-    "no more than are of use": (200, None, 1, loading.MAX_READERS, None),
-    "just room for all": (4, 64, 8, 4, None),
-    "room for some": (
-        4,
-        63,
-        8,
-        3,
-        "has 63 MB for this run, and each of 4 processes that read needs 16 MB; start the "
-        "container with --ipc=host, or --shm-size=65m: as it is only 3 of them read",
-    ),
-    "room for none": (
-        4,
-        64,
-        38,
-        OSError,
-        r"has 64 MB for this run, .* needs 76 MB; .* --shm-size=305m$",
-    ),
-}
+# --- number of processes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", READERS)
-def test_readers_follow_cores_and_shared_memory(case, monkeypatch):
-    cores, room, batch, wanted, said = READERS[case]
+def limit_machine(monkeypatch, cores, shared_megabytes):
+    memory = None if shared_megabytes is None else shared_megabytes * MB
     monkeypatch.setattr(loading, "usable_cores", lambda: cores)
-    monkeypatch.setattr(
-        loading, "shared_memory", lambda: None if room is None else room * MB
+    monkeypatch.setattr(loading, "shared_memory", lambda: memory)
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared_megabytes", "batch_megabytes", "readers"),
+    [
+        (6, 64, 1, 6),
+        (6, None, 1000, 6),  # no folder of shared memory
+        (200, None, 1, loading.MAX_READERS),
+        (4, 64, 8, 4),  # just room for all
+    ],
+)
+def test_readers_follow_cores_and_shared_memory(
+    cores, shared_megabytes, batch_megabytes, readers, monkeypatch
+):
+    limit_machine(monkeypatch, cores, shared_megabytes)
+    assert reader_count(batch_megabytes * MB) == readers
+
+
+def test_readers_are_fewer_in_small_shared_memory(monkeypatch):
+    limit_machine(monkeypatch, 4, 63)
+    message = (
+        "has 63 MB for this run, and each of 4 processes that read needs 16 MB; start the "
+        "container with --ipc=host, or --shm-size=65m: as it is only 3 of them read"
     )
-    if wanted is OSError:
-        refused(said, reader_count, batch * MB, error=OSError)
-    elif said:
-        with pytest.warns(UserWarning, match=said):
-            assert reader_count(batch * MB) == wanted
-    else:
-        assert reader_count(batch * MB) == wanted
+    with pytest.warns(UserWarning, match=message):
+        assert reader_count(8 * MB) == 3
+    limit_machine(monkeypatch, 4, 64)
+    message = r"has 64 MB for this run, .* needs 76 MB; .* --shm-size=305m$"
+    refused(message, reader_count, 38 * MB, error=OSError)
 
 
-def test_run_grid_rejects_small_shared_memory(pets, tmp_path, monkeypatch):
+def test_run_grid_rejects_small_shared_memory(images, tmp_path, monkeypatch):
     """Report too little shared memory before any run starts."""
-    monkeypatch.setattr(loading, "shared_memory", lambda: 64 * MB)
+    limit_machine(monkeypatch, 3, 64)
     spec = run_spec(IMAGES, "static 8", q_max=8, seed=0, scale="smoke")
-    assert load_task_class(spec)(spec, CPU).workers == loading.usable_cores()
-    monkeypatch.setattr(loading, "shared_memory", lambda: 2 * MB)
-    refused(
-        "/dev/shm has 2 MB",
-        run_grid,
-        [spec],
-        tmp_path / "rows.jsonl",
-        workers=0,
-        error=OSError,
-    )
-    assert not (tmp_path / "rows.jsonl").exists()
+    assert load_task_class(spec)(spec, CPU).workers == 3
+    limit_machine(monkeypatch, 3, 2)
+    rows = tmp_path / "rows.jsonl"
+    message = "/dev/shm has 2 MB"
+    refused(message, run_grid, [spec], rows, workers=0, error=OSError)
+    assert not rows.exists()
 
+
+def test_batch_bytes_bounds_image_batches(images):
+    keys = batch_keys(len(images.train), IMAGES.batch, 0, 0)
+    largest = max(map(len, itertools.islice(keys, 3)))
+    count = largest + EVALUATION_IMAGES
+    assert image_batches.batch_bytes(IMAGES) == 3 * 72 * 72 * count
+
+
+def test_batch_bytes_bounds_detection_batches():
+    """Compare with the batches of the two shapes that need most."""
+    sides = ((40, 70), (70, 40), (80, 140), (140, 80))
+    scenes = [
+        annotate_image(torch.zeros(3, *size, dtype=torch.uint8), size, [], [], [])
+        for size in sides
+    ]
+    data = _ImageGroups(scenes, SCENES, None)
+    data.groups = [[0, 1], [2, 3]]
+    largest = max(data[0, group].images.numel() for group in (0, 1))
+    assert detection_batches.batch_bytes(SCENES) == 2 * largest
+
+
+# --- normalised batches ---------------------------------------------------------------------------
 
 NORMALIZED = v2.Compose(
     [v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
 )
 
 
-def test_image_batches_normalise_like_torchvision(pets, device):
-    batches, data = (
-        file_batches(pets.train, IMAGES, 0, device, 0, 0),
-        training_files(pets.train, IMAGES, 0),
-    )
-    found, seen = list(itertools.islice(batches, 5)), []
-    for keys in itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 5):
-        read = [data[key] for key in keys]
-        assert {(image.dtype, image.shape) for image, _ in read} == {
-            (torch.uint8, (3, 72, 72))
-        }
-        seen.append(
-            (
-                torch.stack([NORMALIZED(image) for image, _ in read]),
-                torch.tensor([label for _, label in read]),
-            )
-        )
+def assert_same_pixels(found, wanted, device):
+    """Assert that pixels are equal bit for bit on the CPU, and nearly on a GPU."""
+    assert found.device.type == device.type
+    if device.type == "cpu":
+        assert torch.equal(found, wanted)
+    torch.testing.assert_close(found.cpu(), wanted)
+
+
+def test_image_batches_normalise_like_torchvision(images, device):
+    data = training_files(images.train, IMAGES, 0)
+    keys = batch_keys(len(images.train), IMAGES.batch, 0, 0)
+    read = [[data[key] for key in batch] for batch in itertools.islice(keys, 5)]
+    stored = {(image.dtype, image.shape) for batch in read for image, _ in batch}
+    assert stored == {(torch.uint8, (3, 72, 72))}
     evaluated = v2.Compose([v2.Resize(82), v2.CenterCrop(72), v2.PILToTensor()])
-    tests = [(evaluated(image), label) for image, label in pets.test]
-    found += evaluation_batches(pets.test, pets, 72, device, 0)
-    seen.append(
-        (
-            torch.stack([NORMALIZED(image) for image, _ in tests]),
-            torch.tensor([label for _, label in tests]),
-        )
-    )
-    assert len(found) == len(seen) == 6
-    for (images, labels), (wanted, numbers) in zip(found, seen, strict=True):
-        assert images.device.type == labels.device.type == device.type
-        assert torch.equal(labels.cpu(), numbers)
-        if device.type == "cpu":
-            assert torch.equal(images, wanted)
-        torch.testing.assert_close(images.cpu(), wanted)
+    read.append([(evaluated(image), label) for image, label in images.test])
+
+    batches = file_batches(images.train, IMAGES, 0, device, 0, 0)
+    found = list(itertools.islice(batches, 5))
+    found += evaluation_batches(images.test, images, 72, device, 0)
+    for (pixels, labels), samples in zip(found, read, strict=True):
+        wanted = torch.stack([NORMALIZED(image) for image, _ in samples])
+        assert_same_pixels(pixels, wanted, device)
+        assert labels.device.type == device.type
+        assert labels.tolist() == [label for _, label in samples]
 
 
 def test_detection_batches_normalise_without_padding(device):
     generator = torch.Generator().manual_seed(0)
-    sizes = ((50, 60), (60, 50), (40, 70))
-    pictures = tuple(
-        annotate_image(
-            torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator),
-            size,
-            [[0, 0, 9, 9]],
-            [1],
-            [False],
-        )
-        for size in sizes
-    )
-    groups = detection_batches.aspect_groups(pictures, PICTURES.batch)
-    data = _ImageGroups(pictures, PICTURES, None)
-    found = list(detection_batches.evaluation_batches(pictures, PICTURES, 0, device))
-    assert len(found) == len(groups) == 2
-    for batch, group in zip(found, range(2), strict=True):
+    scenes = []
+    for size in ((50, 60), (60, 50), (40, 70)):
+        shape = (3, *size)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        scenes.append(annotate_image(pixels, size, [[0, 0, 9, 9]], [1], [False]))
+    data = _ImageGroups(scenes, SCENES, None)
+    found = list(detection_batches.evaluation_batches(scenes, SCENES, 0, device))
+    assert len(found) == len(detection_batches.aspect_groups(scenes, SCENES.batch)) == 2
+    for group, batch in enumerate(found):
         read = data[0, group]
         assert read.images.dtype == torch.uint8
         wanted = torch.zeros(read.images.shape)
         for place, image, (h, w) in zip(wanted, read.images, read.sizes, strict=True):
-            place[:, :h, :w] = v2.functional.normalize(
-                image[:, :h, :w].float() / 255, IMAGENET_MEAN, IMAGENET_STD
-            )
-        if device.type == "cpu":
-            assert torch.equal(batch.images, wanted)
-        torch.testing.assert_close(batch.images.cpu(), wanted)
-        assert {t.device.type for target in batch.targets for t in target.values()} == {
-            device.type
-        }
+            pixels = image[:, :h, :w].float() / 255
+            normalized = v2.functional.normalize(pixels, IMAGENET_MEAN, IMAGENET_STD)
+            place[:, :h, :w] = normalized
+        assert_same_pixels(batch.images, wanted, device)
+        tensors = [t for target in batch.targets for t in target.values()]
+        assert {t.device.type for t in tensors} == {device.type}
 
 
-def test_bytes_read_bounds_batch_size(pets):
-    sampled = itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 3)
-    assert image_batches.batch_bytes(IMAGES) == 3 * 72 * 72 * (
-        max(map(len, sampled)) + EVALUATION_IMAGES
-    )
-    shapes = [(s, math.floor(70 / 40 * s)) for s in (40, 80)]
-    pictures = [
-        annotate_image(torch.zeros(3, *s, dtype=torch.uint8), s, [], [], [])
-        for s in shapes
-    ]
-    turned = [
-        annotate_image(p.image.mT.contiguous(), p.size[::-1], [], [], [])
-        for p in pictures
-    ]
-    data = _ImageGroups(pictures + turned, PICTURES, None)
-    data.groups = [[0, 2], [1, 3]]  # of shapes that need most
-    assert max(
-        data[0, group].images.numel() for group in (0, 1)
-    ) * 2 == detection_batches.batch_bytes(PICTURES)
+# --- GPU ------------------------------------------------------------------------------------------
 
-
-FILES = [(Image.effect_noise((40, 50), 90).convert("RGB"), i) for i in range(3)]
+FILES = [
+    (v2.functional.to_pil_image(torch.full((3, 40, 50), 9 * i, dtype=torch.uint8)), i)
+    for i in range(3)
+]
 RECIPE = smoke_spec("digits", batch=2, size=32).recipe
 WORKER = """
 import pickle, sys, torch
@@ -228,46 +201,33 @@ print([type(data[key]).__name__ for data, key in given], [n for n in sys.modules
 """
 
 
-def files(device):
-    return file_batches(FILES, RECIPE, 0, device, 0, 0)
-
-
 @pytest.mark.slow
 def test_data_workers_avoid_gpu():
-    """Load what workers receive in a process that notices any use of a GPU."""
-    pictures, graph = (
-        smoke_spec("digit-scenes").recipe,
-        GraphTask(smoke_spec("digits-graph", model="sage"), CPU),
-    )
+    """Load what workers receive in a process that notices any use of a GPU, and any import of training code."""
+    scenes = smoke_spec("digit-scenes").recipe
+    graph = GraphTask(smoke_spec("digits-graph", model="sage"), CPU)
+    sampled = _SampledBatches(graph.graph, graph.rows["train"], [2, 2], 0)
     sent = [
         (training_files(FILES, RECIPE, 0), (0, 1)),
-        (_ImageGroups(random_detection(pictures).train, pictures, 0), (0, 0)),
-        (
-            _SampledBatches(graph.graph, graph.rows["train"], [2, 2], 0),
-            (3, [(0, 5), (0, 1)]),
-        ),
+        (_ImageGroups(random_detection(scenes).train, scenes, 0), (0, 0)),
+        (sampled, (3, [(0, 5), (0, 1)])),
     ]
     worker = [sys.executable, "-c", WORKER]
-    done = subprocess.run(
-        worker, input=pickle.dumps(sent), capture_output=True, check=False
-    )
+    content = pickle.dumps(sent)
+    done = subprocess.run(worker, input=content, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    assert (
-        done.stdout.decode() == "['tuple', 'Batch', 'tuple'] []\n"
-    )  # nor do they load what trains
+    assert done.stdout.decode() == "['tuple', 'Batch', 'tuple'] []\n"
 
 
-class Loader(DataLoader):
-    """Data loader that pins memory on request, also without a GPU."""
+class PinningLoader(DataLoader):
+    """Data loader that pins memory on request, also without a GPU, and records requests."""
 
-    started = 0
-    pinned: ClassVar = []
+    pinned: ClassVar[list[bool]]
 
     def __init__(self, *args, pin_memory, **options):
         super().__init__(*args, **options)
         self.pins = pin_memory
-        Loader.started += 1
-        Loader.pinned.append(pin_memory)
+        self.pinned.append(pin_memory)
 
     def __iter__(self):
         for batch in super().__iter__():
@@ -275,26 +235,26 @@ class Loader(DataLoader):
 
 
 def test_image_batches_copy_to_gpu_asynchronously(monkeypatch):
-    monkeypatch.setattr(loading, "DataLoader", Loader)
-    monkeypatch.setattr(Loader, "started", 0)
+    monkeypatch.setattr(loading, "DataLoader", PinningLoader)
+    monkeypatch.setattr(PinningLoader, "pinned", [], raising=False)
+
+    def batches(device):
+        """Return two and a half epochs of training, and an evaluation."""
+        train = file_batches(FILES, RECIPE, 0, device, 0, 0)
+        test = evaluation_batches(FILES, None, 32, device, 0)
+        return [*itertools.islice(train, 5), *test]
+
     torch.manual_seed(0)
-    wanted = list(itertools.islice(files(CPU), 5))  # two epochs and a half
-    assert Loader.started == 1
-    on_cpu = list(evaluation_batches(FILES, None, 32, CPU, 0))
-    # the model's random numbers are left alone
+    wanted = batches(CPU)
+    assert PinningLoader.pinned == [False, False]  # one loader for all epochs
+    # The random numbers of the model are left alone.
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(0))
     with Phantom() as gpu:
-        Loader.pinned = []
-        found = [
-            *itertools.islice(files(CUDA), 5),
-            *evaluation_batches(FILES, None, 32, CUDA, 0),
-        ]
+        found = batches(CUDA)
         assert not gpu.waits
-        assert Loader.pinned == [
-            True,
-            True,
-        ]  # a copy from other memory waits for the CPU
-        for (x, y), (images, labels) in zip(found, wanted + on_cpu, strict=True):
-            assert (x.device, y.device) == (CUDA, CUDA)
-            assert torch.equal(x.cpu(), images)
-            assert torch.equal(y.cpu(), labels)
+        # Copies from other than pinned memory would wait for the CPU.
+        assert PinningLoader.pinned[2:] == [True, True]
+        for batch, wanted_batch in zip(found, wanted, strict=True):
+            for part, wanted_part in zip(batch, wanted_batch, strict=True):
+                assert part.device == CUDA
+                assert torch.equal(part.cpu(), wanted_part)
