@@ -1,4 +1,4 @@
-"""Modules added to a converted model: one warning if they run in float32, and their row in ``summary``."""
+"""Modules added to a converted model: one warning if they run in float32, a reason."""
 
 import copy
 import pickle
@@ -6,43 +6,19 @@ import warnings
 
 import pytest
 import torch
+from helpers import FunctionModule
 from torch import nn
-from torch.nn import functional
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import precision_of
+from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.diagnostics.added_modules import added_modules
 
-STEPS = 40
+NUM_STEPS = 40
 ADDED = "added after quantize_, and in float32: "
 X = torch.ones(2, 8)
-
-
-class Block(nn.Module):
-    """Module that computes its forward pass without calling its children."""
-
-    def __init__(self, *parts):
-        super().__init__()
-        self.body, self.head = parts
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-class Adapted(nn.Module):
-    """Layer with a parallel branch, as in PEFT adapters."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.down, self.up = (
-            base,
-            nn.Linear(8, 2, bias=False),
-            nn.Linear(2, 8, bias=False),
-        )
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
 
 
 def flat():
@@ -51,24 +27,34 @@ def flat():
 
 
 def nested():
-    return nn.Sequential(
-        nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(8, 8)))
-    )
+    inner = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(8, 8)))
+    return nn.Sequential(nn.Linear(8, 8), inner)
 
 
 def custom():
+    """Return a model with a forward of its own."""
     torch.manual_seed(0)
-    return Block(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+    body = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    return FunctionModule(
+        lambda m, x: m.head(m.body(x)), body=body, head=nn.Linear(8, 8)
+    )
 
 
-def replace(model, name, new):
+def adapter(base):
+    """Return a layer with a parallel branch, as in PEFT adapters."""
+    branch = {"down": nn.Linear(8, 2, bias=False), "up": nn.Linear(2, 8, bias=False)}
+    return FunctionModule(lambda m, x: m.base(x) + m.up(m.down(x)), base=base, **branch)
+
+
+def replace(model, name, module):
     parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, new)
+    setattr(model.get_submodule(parent), last, module)
 
 
-def scheduled(model, config=None, filter_fn=None):
+def schedule(model, config=None, filter_fn=None):
+    """Convert a model and return its scheduler."""
     cpt.quantize_(model, config, filter_fn)
-    return cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, total_steps=STEPS))
+    return cpt.PrecisionScheduler(model, StaticSchedule(4, NUM_STEPS))
 
 
 def train(model, scheduler, steps):
@@ -77,107 +63,104 @@ def train(model, scheduler, steps):
         scheduler.step()
 
 
-def said(call, *args):
-    with warnings.catch_warnings(record=True, action="always") as seen:
+def warnings_of(call, *args):
+    """Return the texts of the warnings of a call."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
         call(*args)
-    return [str(w.message) for w in seen]
+    return [str(warning.message) for warning in caught]
 
 
-CHANGES = {  # what is added -> model, name of the new layer, the module that is put there, and where
-    "head of a sequence": (flat, "2", lambda old: nn.Linear(8, 3), "2"),
+def enter_precision(model, scheduler=None):
+    cpt.precision(model, 4).__enter__()
+
+
+CHANGES = {  # name -> model, place, what is put there, name of the new layer
+    "head": (flat, "2", lambda old: nn.Linear(8, 3), "2"),
     "convolution": (flat, "2", lambda old: nn.Conv1d(2, 2, 3), "2"),
-    "nested sequence": (nested, "1.1.0", lambda old: nn.Linear(8, 5), "1.1.0"),
-    "whole part": (nested, "1.1.0", lambda old: nn.Sequential(nn.Linear(8, 2)), "1.1"),
-    "adapter": (flat, "2.down", Adapted, "2"),
+    "nested layer": (nested, "1.1.0", lambda old: nn.Linear(8, 5), "1.1.0"),
+    "nested part": (nested, "1.1", lambda old: nn.Sequential(nn.Linear(8, 2)), "1.1.0"),
+    "adapter": (flat, "2", adapter, "2.down"),
 }
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3, 10])
-@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [*((change, 3) for change in CHANGES), ("head", 0), ("head", 1), ("head", 10)],
+)
 def test_added_layer_warning_appears_within_few_steps(change, steps):
-    make, name, new, place = CHANGES[change]
+    make, place, new, name = CHANGES[change]
     model = make()
-    scheduler = scheduled(model)
+    scheduler = schedule(model)
     train(model, scheduler, steps)
     replace(model, place, new(model.get_submodule(place)))
-    messages = said(train, model, scheduler, max(2, steps))
-    assert [f"{ADDED}'{name}" in message for message in messages] == [True]
-    assert (
-        "restore_(model), quantize_(model), and make a new PrecisionScheduler"
-        in messages[0]
-    )
-    assert said(train, model, scheduler, STEPS // 4) == []
+    (message,) = warnings_of(train, model, scheduler, max(2, steps))
+    assert f"{ADDED}'{name}" in message
+    remedy = "restore_(model), quantize_(model), and make a new PrecisionScheduler"
+    assert remedy in message
+    assert warnings_of(train, model, scheduler, NUM_STEPS // 4) == []
     reasons = {row.name: row.reason for row in cpt.summary(model).rows}
     assert reasons[name] == "added after quantize_"
-    assert said(lambda: cpt.quantize_(cpt.restore_(model))) == []
+    assert warnings_of(lambda: cpt.quantize_(cpt.restore_(model))) == []
     assert precision_of(model.get_submodule(name)) is not None
 
 
-TIMES = {
-    "precision block": lambda model, scheduler: cpt.precision(model, 8).__enter__(),
+OCCASIONS = {
+    "precision block": enter_precision,
     "evaluation": lambda model, scheduler: model.eval(),
     "scheduler": lambda model, scheduler: cpt.PrecisionScheduler(
-        model, cpt.StaticSchedule(4, STEPS)
+        model, StaticSchedule(4, NUM_STEPS)
     ),
     "check": lambda model, scheduler: cpt.check(model, (X,)),
 }
 
 
-@pytest.mark.parametrize("time", list(TIMES))
-def test_added_layer_warning_on_mode_change(time):
+@pytest.mark.parametrize("occasion", OCCASIONS)
+def test_added_layer_warning_on_mode_change(occasion):
     """Warn of an added layer once the mode or the bits change."""
     model = flat()
-    scheduler = scheduled(model)
+    scheduler = schedule(model)
     train(model, scheduler, 3)
     model[2] = nn.Linear(8, 3)
-    assert [ADDED in message for message in said(TIMES[time], model, scheduler)] == [
-        True
-    ]
-    assert said(TIMES[time], model, scheduler) == []
+    (message,) = warnings_of(OCCASIONS[occasion], model, scheduler)
+    assert ADDED in message
+    assert warnings_of(OCCASIONS[occasion], model, scheduler) == []
 
 
 def test_added_layer_warning_every_64_steps():
-    model = flat()
-    cpt.quantize_(model)
-    scheduler = cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, total_steps=1000))
+    model = cpt.quantize_(flat())
+    scheduler = cpt.PrecisionScheduler(model, StaticSchedule(4, 1000))
     train(model, scheduler, 130)
     model[2] = nn.Linear(8, 3)
-    assert [len(said(train, model, scheduler, 1)) for _ in range(64)].index(1) == 61
+    counts = [len(warnings_of(train, model, scheduler, 1)) for _ in range(64)]
+    assert counts.index(1) == 61
 
 
 def test_added_layer_inherits_bits_of_parent():
     model = custom()
-    scheduler = scheduled(model)
+    scheduler = schedule(model)
     train(model, scheduler, 3)
     model.head = nn.Linear(8, 3)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    assert said(train, model, scheduler, 6) == said(model.eval) == []
+    assert warnings_of(train, model, scheduler, 6) == []
+    assert warnings_of(model.eval) == []
     assert added_modules(model) == {"head": ""}
-    assert (
-        str(cpt.summary(model)).count(
-            "quantised, with the bits of (model): added after quantize_"
-        )
-        == 1
-    )
+    row = "quantised, with the bits of (model): added after quantize_"
+    assert str(cpt.summary(model)).count(row) == 1
+    x = torch.randn(4, 8)
     with torch.no_grad():
         with cpt.precision(model, "float"):
-            plain = model(x)
+            expected = model(x)
         with cpt.precision(model, 2):
-            assert not torch.allclose(model.head(model.body(x)), plain, atol=1e-3)
+            assert not torch.allclose(model(x), expected, atol=1e-3)
     assert cpt.check(model.train(), (x,)).quantized_share == 1.0
 
 
 def test_added_layer_warning_below_float32_parent():
-    """Warn if only layers were selected, so that their parent has no bits to pass on."""
+    """Warn if only layers were selected, so that their parent has no bits to give."""
     model = custom()
-    scheduler = scheduled(
-        model, filter_fn=lambda module, name: isinstance(module, nn.Linear)
-    )
+    scheduler = schedule(model, filter_fn=lambda m, name: isinstance(m, nn.Linear))
     model.head = nn.Linear(8, 3)
-    assert [
-        f"{ADDED}'head' (Linear)" in message
-        for message in said(train, model, scheduler, 1)
-    ] == [True]
+    (message,) = warnings_of(train, model, scheduler, 1)
+    assert f"{ADDED}'head' (Linear)" in message
     assert cpt.check(model, (X,)).quantized_share < 1.0
 
 
@@ -187,58 +170,57 @@ def test_added_layer_warning_below_float32_parent():
 )
 def test_added_layer_warning_spares_excluded_layers(config, filter_fn):
     model = flat()
-    scheduler = scheduled(model, config, filter_fn)
+    scheduler = schedule(model, config, filter_fn)
     model[2] = nn.Sequential(nn.Linear(8, 3))
-    assert said(train, model, scheduler, 3) == said(model.eval) == []
-    assert [row.reason for row in cpt.summary(model).float32] == [
-        "not selected by quantize_"
-    ]
+    assert warnings_of(train, model, scheduler, 3) == []
+    assert warnings_of(model.eval) == []
+    reasons = [row.reason for row in cpt.summary(model).float32]
+    assert reasons == ["not selected by quantize_"]
 
 
-def in_a_larger_model(model):
-    return nn.Sequential(model, nn.Linear(8, 8))
-
-
-def compiled_part(model):
+def compile_part(model):
     model[2] = torch.compile(model[2], backend="eager")
     return model
 
 
+def parametrise(model):
+    parametrizations.weight_norm(model[2])
+    return model
+
+
 HARMLESS = {
-    "a part without weights": lambda model: model.append(nn.Dropout(0.5)),
-    "a normalisation": lambda model: model.append(nn.LayerNorm(8)),
-    "an embedding": lambda model: model.insert(0, nn.Identity()),
-    "a parametrisation": lambda model: parametrizations.weight_norm(model[2]) and model,
-    "a larger model around it": in_a_larger_model,
-    "a compiled part": compiled_part,
-    "a layer of the model once more": lambda model: model.append(model[0]),
-    "a deep copy": copy.deepcopy,
-    "a pickled copy": lambda model: pickle.loads(pickle.dumps(model)),
+    "part without weights": lambda model: model.append(nn.Dropout(0.5)),
+    "normalisation": lambda model: model.append(nn.LayerNorm(8)),
+    "identity": lambda model: model.insert(0, nn.Identity()),
+    "parametrisation": parametrise,
+    "larger model around it": lambda model: nn.Sequential(model, nn.Linear(8, 8)),
+    "compiled part": compile_part,
+    "layer once more": lambda model: model.append(model[0]),
+    "deep copy": copy.deepcopy,
+    "pickled copy": lambda model: pickle.loads(pickle.dumps(model)),
 }
 
 
-@pytest.mark.parametrize("change", list(HARMLESS))
+@pytest.mark.parametrize("change", HARMLESS)
 def test_added_layer_warning_spares_harmless_changes(change):
     model = flat()
-    scheduled(model)
+    schedule(model)
     changed = HARMLESS[change](model)
-    assert (
-        said(lambda: cpt.PrecisionScheduler(changed, cpt.StaticSchedule(4, 9)).step())
-        == []
-    )
+
+    def step():
+        cpt.PrecisionScheduler(changed, StaticSchedule(4, 9)).step()
+
+    assert warnings_of(step) == []
     assert added_modules(changed) == {}
 
 
 def test_scheduler_copy_skips_added_layer_search():
     model = flat()
-    pair = copy.deepcopy((model, scheduled(model)))
-    again = pickle.loads(pickle.dumps(pair))
-    for changed, scheduler in (pair, again):
+    pair = copy.deepcopy((model, schedule(model)))
+    for changed, scheduler in (pair, pickle.loads(pickle.dumps(pair))):
         changed[2] = nn.Linear(8, 3)
-        assert said(train, changed, scheduler, 2) == []
-        assert (
-            len(said(lambda model: cpt.precision(model, 4).__enter__(), changed)) == 1
-        )
+        assert warnings_of(train, changed, scheduler, 2) == []
+        assert len(warnings_of(enter_precision, changed)) == 1
 
 
 class Functional(nn.Module):
@@ -247,7 +229,7 @@ class Functional(nn.Module):
         self.layer, self.own = nn.Linear(8, 8), nn.Parameter(torch.eye(8))
 
     def forward(self, x):
-        y = functional.linear(self.layer(x), self.own)
+        y = F.linear(self.layer(x), self.own)
         return y.matmul(y.transpose(0, 1))
 
 
@@ -255,10 +237,7 @@ def test_traced_graph_warning_names_float32_matmuls():
     model = cpt.quantize_(Functional())
     with cpt.precision(model, 4):
         traced = torch.fx.symbolic_trace(model)
-    messages = said(lambda: cpt.precision(traced, 4).__enter__())
-    assert len(messages) == 1
-    assert (
-        "its matmuls linear, matmul run in float32: trace the model first"
-        in messages[0]
-    )
-    assert said(lambda: cpt.precision(traced, 4).__enter__()) == []
+    (message,) = warnings_of(enter_precision, traced)
+    expected = "its matmuls linear, matmul run in float32: trace the model first"
+    assert expected in message
+    assert warnings_of(enter_precision, traced) == []

@@ -1,18 +1,19 @@
-"""Non-finite values in quantised layers: all execution modes agree on them, layer by layer.
+"""Non-finite values in quantised layers: all ways to execute agree, layer by layer.
 
-A cell is a layer, its steps (the authors' or shared ones) and a place: numbers of the input, the weight or the gradient
-that are huge, infinite or NaN. Every cell is evaluated, and trained for a step, in every way of running.
+A case is a layer, its steps (the authors' or shared ones) and places where numbers are
+huge, infinite or NaN: input, weight or gradient. Every case is evaluated, and trained
+for a step, in every way.
 """
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import INF, NAN, normal
-from quantization.test_int8 import attention
 from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertSelfAttention
 
 import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
@@ -20,44 +21,47 @@ from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.convert import layer_precisions
 from cpt_extras.kernels.backend import reference
 
+pytestmark = pytest.mark.filterwarnings("ignore:this device")
+
 GRAPH = Graph.from_edges(torch.arange(30) * 7 % 10, torch.arange(30) * 3 % 10, 10)
-LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+ATTENTION = BertConfig(
+    hidden_size=12,
+    num_attention_heads=3,
+    attention_probs_dropout_prob=0.0,
+    attn_implementation="eager",
+)
+LAYERS = {  # name -> layer, shape of its input
     "linear": (lambda: nn.Linear(12, 8), (10, 12)),
     "sequence": (lambda: nn.Linear(12, 8), (4, 5, 12)),
     "convolution": (lambda: nn.Conv2d(3, 5, 3, padding=1), (2, 3, 6, 7)),
     "strided": (lambda: nn.Conv2d(3, 5, 3, padding=1, stride=2), (2, 3, 7, 7)),
     "LSTM": (lambda: nn.LSTM(6, 5), (4, 3, 6)),
-    "attention": (attention, (2, 5, 12)),
+    "attention": (lambda: BertSelfAttention(ATTENTION), (2, 5, 12)),
     "GCN": (lambda: GraphConv(6, 9), (10, 6)),
     "SAGE": (lambda: SAGEConv(9, 6), (10, 9)),
 }
-SIZES = 1e20, 1e30, 3e38, INF, -INF, NAN
-PLACES = [
-    ((where,), size) for where in ("input", "weight", "gradient") for size in SIZES
-] + [
-    (pair, size)
-    for pair in (("input", "weight"), ("gradient", "weight"))
+OPERANDS = ("input", "weight", "gradient")
+SIZES = (1e20, 1e30, 3e38, INF, -INF, NAN)
+PLACES = [((operand,), size) for operand in OPERANDS for size in SIZES]
+PLACES += [
+    ((operand, "weight"), size)
+    for operand in ("input", "gradient")
     for size in (1e20, 1e30)
 ]
-# Sums that are beyond float32 in both directions: inf - inf, or one of them, as the order of the terms has it.
-OVERFLOW = "a gate is a sum of terms beyond float32 of both signs: NaN, or saturated as the first of them says"
-UNDECIDED = {("LSTM", ("input", "weight"), size): OVERFLOW for size in (1e20, 1e30)}
-# Positive numbers, and whether codes may give up earlier: there, where the sum of an operand alone is beyond float32.
-POSITIVE = [
-    ((where, "positive"), size)
-    for where in ("input", "gradient")
+# A gate is a sum of terms beyond float32 of both signs: NaN, or saturated, depending
+# on their order.
+UNDECIDED = [("LSTM", ("input", "weight"), size) for size in (1e20, 1e30)]
+# int8 may overflow earlier where the sum of an operand alone is beyond float32
+POSITIVE_PLACES = [
+    ((operand, "positive"), size)
+    for operand in ("input", "gradient")
     for size in (1e35, 1e38, 3e38)
 ]
-NEAR_THE_END = 1e38
-WAYS = [
-    (products, kernels)
-    for products in ("simulated", "integer")
-    for kernels in ("active", "reference")
-]
+NEAR_FLOAT32_MAX = 1e38
 
 
-def disturbed(x, size):
-    """Return numbers of both signs up to a size, or one non-finite number among them."""
+def disturb(x, size):
+    """Return numbers of both signs up to a size, or one non-finite number in them."""
     x = x.clone()
     if math.isfinite(size):
         return x.mul_(size / float(x.abs().max()))
@@ -71,134 +75,131 @@ def call(model, x):
     return y[0] if isinstance(y, tuple) else y
 
 
-def cells(name, products, shared, places):
-    """Yield named results of every place: of evaluation with stored ranges, and of a training step."""
+def kernels(name):
+    return reference() if name == "reference" else nullcontext()
+
+
+def non_finite_masks(name, execution, has_shared_steps, places=PLACES):
+    """Return {place: {result: mask of non-finite values}}.
+
+    Results are those of evaluation with stored ranges, and of a training step.
+    """
     make, shape = LAYERS[name]
     torch.manual_seed(0)
-    config = cpt.QuantConfig(execution=products, aggregation="quantized")
-    config = config.with_shared_steps() if shared else config
-    model = cpt.quantize_(
-        nn.Sequential(make()), config, filter_fn=lambda module, name: name == "0"
-    )  # no part of it
-    precisions = layer_precisions(model).values()
+    config = cpt.QuantConfig(execution=execution, aggregation="quantized")
+    if has_shared_steps:
+        config = config.with_shared_steps()
+    layer_only = lambda module, name: name == "0"  # noqa: E731
+    model = cpt.quantize_(nn.Sequential(make()), config, filter_fn=layer_only)
+    layers = layer_precisions(model).values()
     weight = next(p for p in model.parameters() if p.dim() > 1)
-    sound, x = weight.detach().clone(), normal(*shape)
+    masks = {}
     with cpt.precision(model, 8, q_grad=8):
-        upstream = normal(*call(model, x).shape)
-        kept = [p.get_running() for p in precisions]
-        for where, size in places:
-            given, w, g = (
-                disturbed(v.abs() if "positive" in where else v, size)
-                if part in where
-                else v.clone()
-                for part, v in (("input", x), ("weight", sound), ("gradient", upstream))
-            )
-            for p, running in zip(precisions, kept, strict=True):
-                p.set_running(running)
+        x = normal(*shape)
+        tensors = {"input": x, "weight": weight.detach().clone()}
+        tensors["gradient"] = normal(*call(model, x).shape)
+        states = [p.get_running() for p in layers]
+        for operands, size in places:
+            values = dict(tensors)
+            for operand in {*operands} - {"positive"}:
+                value = tensors[operand]
+                is_positive = "positive" in operands
+                values[operand] = disturb(value.abs() if is_positive else value, size)
+            for p, state in zip(layers, states, strict=True):
+                p.set_running(state)
             with torch.no_grad():
-                weight.copy_(w)
-                evaluated = call(model.eval(), given)
+                weight.copy_(values["weight"])
+                results = {"evaluation": call(model.eval(), values["input"])}
             model.zero_grad()
-            y = call(model.train(), given.requires_grad_())
-            y.backward(g)
-            grads = {
-                n: p.grad for n, p in model.named_parameters() if p.grad is not None
+            x = values["input"].clone().requires_grad_()
+            y = call(model.train(), x)
+            y.backward(values["gradient"])
+            results |= {"output": y, "input": x.grad}
+            results |= {n: p.grad for n, p in model.named_parameters()}
+            masks[operands, size] = {
+                result: ~tensor.isfinite()
+                for result, tensor in results.items()
+                if tensor is not None
             }
-            yield {"evaluation": evaluated, "output": y, "input": given.grad, **grads}
+    return masks
 
 
-def losses(name, products, kernels, shared, places=PLACES):
-    """Return masks of non-finite values by place and name."""
-    with reference() if kernels == "reference" else nullcontext():
-        found = cells(name, products, shared, places)
-        return {
-            place: {part: ~x.isfinite() for part, x in of.items()}
-            for place, of in zip(places, found, strict=True)
-        }
+def lost_results(masks):
+    """Return the names of results with any non-finite value."""
+    return {name for name, mask in masks.items() if mask.any()}
 
 
-def lost(masks):
-    return {part for part, mask in masks.items() if mask.any()}
-
-
-@pytest.mark.filterwarnings("ignore:this device")
-@pytest.mark.parametrize(
-    "shared", [True, False], ids=["shared steps", "authors' steps"]
+steps = pytest.mark.parametrize(
+    "has_shared_steps", [True, False], ids=["shared steps", "authors' steps"]
 )
-@pytest.mark.parametrize("name", LAYERS)
-def test_non_finite_values_agree_across_execution_modes(name, shared):
-    expected = losses(name, *WAYS[0], shared)
-    assert (
-        4 < sum(bool(lost(masks)) for masks in expected.values()) < len(PLACES)
-    )  # both verdicts are there
-    for way in (
-        WAYS[1:] if shared else (("integer", "active"),)
-    ):  # whose kernels differ, their steps do not tell
-        found = losses(name, *way, shared)
-        for where, size in PLACES:
-            there, here = expected[where, size], found[where, size]
-            if (name, where, size) not in UNDECIDED:
-                assert lost(here) == lost(there), (way, where, size)
-            if not math.isfinite(
-                size
-            ):  # then no number may stand where the simulation has none; large sums may cancel
-                made = [
-                    part for part, mask in there.items() if (mask & ~here[part]).any()
-                ]
-                assert made == [], (way, where, size)
 
 
-@pytest.mark.filterwarnings("ignore:this device")
-@pytest.mark.parametrize(
-    "shared", [True, False], ids=["shared steps", "authors' steps"]
-)
+@pytest.mark.slow
+@steps
 @pytest.mark.parametrize("name", LAYERS)
-def test_int8_overflows_earlier_only_near_float32_max(name, shared):
+def test_non_finite_values_agree_across_execution_modes(name, has_shared_steps):
+    expected = non_finite_masks(name, "simulated", has_shared_steps)
+    num_lost = sum(bool(lost_results(masks)) for masks in expected.values())
+    assert 4 < num_lost < len(PLACES)
+    ways = [("integer", "active")]
+    if has_shared_steps:  # the authors' steps play no part in kernels
+        ways += [("simulated", "reference"), ("integer", "reference")]
+    for execution, backend in ways:
+        with kernels(backend):
+            found = non_finite_masks(name, execution, has_shared_steps)
+        for (operands, size), masks in expected.items():
+            case, other = (execution, backend, operands, size), found[operands, size]
+            if (name, operands, size) not in UNDECIDED:
+                assert lost_results(other) == lost_results(masks), case
+            # large sums may cancel, but no number may stand for a non-finite one
+            if not math.isfinite(size):
+                for result, mask in masks.items():
+                    assert not (mask & ~other[result]).any(), (case, result)
+
+
+@steps
+@pytest.mark.parametrize("name", LAYERS)
+def test_int8_overflows_earlier_only_near_float32_max(name, has_shared_steps):
     """Overflow to non-finite values no later than the simulation does."""
-    expected, found = (
-        losses(name, p, "active", shared, POSITIVE) for p in ("simulated", "integer")
+    simulated, int8 = (
+        non_finite_masks(name, execution, has_shared_steps, POSITIVE_PLACES)
+        for execution in ("simulated", "integer")
     )
-    for place in POSITIVE:
-        there, here = lost(expected[place]), lost(found[place])
-        assert there <= here if place[1] >= NEAR_THE_END else there == here, place
+    for place in POSITIVE_PLACES:
+        expected, found = lost_results(simulated[place]), lost_results(int8[place])
+        if place[1] >= NEAR_FLOAT32_MAX:
+            assert expected <= found, place
+        else:
+            assert expected == found, place
 
 
-@pytest.mark.filterwarnings("ignore:this device")
-@pytest.mark.parametrize(("products", "kernels"), WAYS)
-def test_lstm_nan_hidden_state_reaches_outputs(products, kernels):
+@pytest.mark.parametrize("execution", ["simulated", "integer"])
+@pytest.mark.parametrize("backend", ["active", "reference"])
+def test_lstm_nan_hidden_state_reaches_outputs(execution, backend):
     """Propagate NaN in a hidden state that the caller passes."""
-    model = cpt.quantize_(
-        nn.Sequential(nn.LSTM(6, 5)),
-        cpt.QuantConfig(execution=products).with_shared_steps(),
-    )
+    config = cpt.QuantConfig(execution=execution).with_shared_steps()
+    model = cpt.quantize_(nn.Sequential(nn.LSTM(6, 5)), config)
     x, hidden, cell = normal(4, 3, 6), normal(1, 3, 5).tanh(), normal(1, 3, 5)
-    with (
-        reference() if kernels == "reference" else nullcontext(),
-        cpt.precision(model, 8),
-    ):
+    with kernels(backend), cpt.precision(model, 8):
         model[0](x, (hidden, cell))
         model.eval()
         assert model[0](x, (hidden, cell))[0].isfinite().all()
-        hidden[0, 1, 2] = math.nan
+        hidden[0, 1, 2] = NAN
         assert model[0](x, (hidden, cell))[0][:, 1].isnan().all()
 
 
-@pytest.mark.filterwarnings("ignore:this device")
+@pytest.mark.parametrize("size", [INF, -INF, NAN])
 @pytest.mark.parametrize("execution", ["simulated", "integer"])
-def test_infinity_becomes_nan_or_clips_to_range(execution):
+def test_infinity_becomes_nan_or_clips_to_range(execution, size):
     """Return NaN with a dynamic range and the range's end with a stored one."""
-    x = torch.tensor([[0.5, 1.0, 2.0]])
-    for size in (INF, -INF, NAN):
-        bad = torch.tensor([[0.5, 1.0, size]])
-        assert cpt.quantize(bad, 8).isnan().all()
-        layer = cpt.quantize_(
-            nn.Sequential(nn.Linear(3, 2)), cpt.QuantConfig(execution=execution)
-        )
-        with cpt.precision(layer, 8):
-            layer(x)
-            y = layer.eval()(bad)
-            assert (
-                y.isnan().all()
-                if math.isnan(size)
-                else torch.equal(y, layer(bad.clamp(-9, 9)))
-            )
+    x, bad = torch.tensor([[0.5, 1.0, 2.0]]), torch.tensor([[0.5, 1.0, size]])
+    assert cpt.quantize(bad, 8).isnan().all()
+    layer = nn.Sequential(nn.Linear(3, 2))
+    cpt.quantize_(layer, cpt.QuantConfig(execution=execution))
+    with cpt.precision(layer, 8):
+        layer(x)
+        y = layer.eval()(bad)
+        if math.isnan(size):
+            assert y.isnan().all()
+        else:
+            assert torch.equal(y, layer(bad.clamp(-9, 9)))
