@@ -30,7 +30,9 @@ COMPARISON_COLUMNS = [
 ]
 
 
-def summary(runs: pd.DataFrame) -> pd.DataFrame:
+def summary(
+    runs: pd.DataFrame, printed_numbers: pd.DataFrame | None = None
+) -> pd.DataFrame:
     """Return the paper's numbers with their places, each with the nearest measured value.
 
     The nearest value is that of the same arm at paper scale, at the end of training, and with it the best epoch on the
@@ -40,10 +42,12 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         runs: the typed table of ``run_table.table``.
+        printed_numbers: some lines of ``paper_numbers.numbers``; None uses all.
     """
     at_paper = runs[runs["scale"] == "paper"]
+    selected = numbers() if printed_numbers is None else printed_numbers
     lines = []
-    for p in numbers().itertuples():
+    for p in selected.itertuples():
         subject = ", ".join(
             filter(None, (f"{p.artefact.replace('_', ' ')}: {p.dataset}", p.model))
         )
@@ -52,7 +56,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         lines.append(
             (subject, arm, p.metric, printed, *_nearest(p, at_paper, runs), p.place)
         )
-    return pd.DataFrame(lines, columns=COMPARISON_COLUMNS)
+    return pd.DataFrame(lines, columns=COMPARISON_COLUMNS, index=selected.index)
 
 
 class _NearestValue(NamedTuple):

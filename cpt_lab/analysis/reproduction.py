@@ -494,13 +494,10 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
         runs: None uses all committed rows.
     """
     all_runs = all_committed() if runs is None else runs
-    numbers = paper_comparison.summary(all_runs)
-    if not topic:
-        return numbers
-    section = SECTIONS[check_choice("topic", topic, SECTIONS)]
-    datasets = {dataset for dataset, _ in section.settings}
-    is_in_section = [
-        p.artefact in section.artefacts and p.dataset in datasets
-        for p in paper_numbers.numbers().itertuples()
-    ]
-    return numbers[is_in_section]
+    numbers = paper_numbers.numbers()
+    if topic:
+        section = SECTIONS[check_choice("topic", topic, SECTIONS)]
+        datasets = {dataset for dataset, _ in section.settings}
+        is_artefact = numbers["artefact"].isin(section.artefacts)
+        numbers = numbers[is_artefact & numbers["dataset"].isin(datasets)]
+    return paper_comparison.summary(all_runs, numbers)

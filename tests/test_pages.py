@@ -1,0 +1,451 @@
+"""README and docs: examples run, and numbers on pages are those of the stored results."""
+
+import doctest
+import importlib
+import itertools
+import json
+import re
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import ttest_1samp
+
+import cpt_core as cpt
+from bench import paper_scale, rising_vs_falling, roles
+from book import figures, results
+from cpt_core.models.lstm_lm import LanguageModel
+from cpt_extras.search.sensitivity_result import Sensitivity
+from cpt_lab.analysis import claims, figure_data, paper_numbers, report
+from cpt_lab.analysis.estimates import holm
+from cpt_lab.analysis.metrics import interval_text
+from cpt_lab.analysis.statistics import interval
+from cpt_lab.experiments import grids
+from cpt_lab.paths import results_dir
+from cpt_lab.studies.h5.arms import allocated
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def read(name):
+    """Return the text of a page in one line."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def stored(name):
+    """Return the content of a file in data/results."""
+    return json.loads((results_dir() / f"{name}.json").read_text())
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+SOURCES = {
+    path: path.read_text(encoding="utf-8") for path in ROOT.glob("cpt_*/**/*.py")
+}
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path, text in SOURCES.items()
+    if ">>>" in text
+)
+EXAMPLES = [
+    pytest.param(example, id=f"{page.stem} {i}")
+    for page in PAGES
+    for i, example in enumerate(page.read_text().split("<!-- example -->")[1:])
+]
+SHORTENED = {"steps=60, seeds=3": "steps=32, seeds=2"}  # of what takes a minute
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_docstring_examples_run(name):
+    module = importlib.import_module(name)
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_page_examples_run(example, tmp_path, monkeypatch):
+    """Run the code blocks of an example, without those of a trainer that is not installed."""
+    blocks = [block.split("```")[0] for block in example.split("```python")[1:]]
+    code = "\n".join(block for block in blocks if "PrecisionCallback" not in block)
+    for written, shorter in SHORTENED.items():
+        code = code.replace(written, shorter)
+    assert code.count("cpt.") >= 3
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"__name__": "__main__"})
+
+
+def test_page_examples_are_marked():
+    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 3, 2]
+
+
+def test_readme_three_lines_run():
+    lines = README.read_text().split("```python\n")[1].split("```")[0]
+    assert len(lines.splitlines()) == 3
+    names = {"cpt": cpt, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))}
+    exec(lines, names)
+    assert names["model"][0].precision.bits == names["schedule"](0)
+
+
+# --- generated pages ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_results_pages_are_up_to_date():
+    pages = results.pages()
+    paths = [*results.PAGES.iterdir(), ROOT / "data/paper/claims.txt"]
+    assert {path: path.read_text() for path in paths} == pages, (
+        "run: python -m book.results"
+    )
+    text = "\n".join(pages.values())
+    for claim in claims.claims():
+        assert text.count(f"\n| {claim.claim} ({claim.place}) | **") == 1, claim.id
+
+
+# --- numbers that pages state ---------------------------------------------------------------------
+
+SMALL_STUDIES = "docs/small-studies.md"
+# task -> its name on pages, and the unit of its gains
+TASKS = {
+    "digits": ("digits", "points"),
+    "characters": ("characters", "%"),
+    "gcn": ("Facebook GCN", "points"),
+    "ptb": ("Penn Treebank, small", "%"),
+}
+
+
+def significant(gains):
+    """Return the keys of the differences that a two-sided t test finds significant, by Holm's rule."""
+    adjusted = holm([ttest_1samp(x, 0).pvalue for x in gains.values()])
+    return {key for key, p in zip(gains, adjusted, strict=True) if p < 0.05}
+
+
+def qualities(name):
+    """Return the quality of the stored runs of a small study by (task, arm, seed)."""
+    rows = stored(name)["rows"]
+    return {(row["task"], row["arm"], row["seed"]): row["quality"] for row in rows}
+
+
+def rising_bits():
+    """State the gains of rising bits, whose costs equal those of static bits."""
+    text = read(SMALL_STUDIES)
+    for task, runs in stored("adaptive")["tasks"].items():
+        gain = interval([run["adaptive"] - run["static"] for run in runs])
+        stated = re.search(
+            rf"{re.escape(interval_text(*gain))} (points|%) on {task}", text
+        )
+        yield SMALL_STUDIES, stated[0]
+        assert all(abs(run["costs"]["static"] / run["cost"] - 1) < 1e-3 for run in runs)
+
+
+def evaluation_bits():
+    """State the effects of training and of evaluating with b bits."""
+    rows = stored("evaluated_at")["rows"]
+    quality = {
+        (row["task"], row["trained"], row["seed"]): row["quality"] for row in rows
+    }
+    assert len(quality) == 4 * 5 * 8
+
+    def difference(task, one, other):
+        (trained, at), (other_trained, other_at) = one, other
+        seeds = range(600, 608)
+        return interval(
+            [
+                quality[task, trained, s][at]
+                - quality[task, other_trained, s][other_at]
+                for s in seeds
+            ]
+        )
+
+    largest = dict.fromkeys(("points", "%"), 0.0)
+    for (task, (name, unit)), bits in itertools.product(TASKS.items(), (3, 4, 5, 6, 8)):
+        in_float, _, _ = difference(task, (bits, "float"), (bits, "8"))
+        largest[unit] = max(largest[unit], abs(in_float))
+        if bits != 8:
+            at_8 = difference(task, (bits, "8"), (bits, str(bits)))
+            from_8 = difference(task, (8, str(bits)), (bits, str(bits)))
+            cells = f"{interval_text(*at_8)} {unit} | {interval_text(*from_8)} {unit}"
+            yield SMALL_STUDIES, f"| {name} | {bits} | {cells} |"
+    yield (
+        SMALL_STUDIES,
+        f"changes at most {largest['points']:.1f} points, or {largest['%']:.2f} %",
+    )
+
+
+def bits_of_roles():
+    """State the gains of allocated bits, and which of them are significant."""
+    quality, measured = qualities("roles"), stored("roles")["measured"]
+    assert len(quality) == 4 * 3 * 12
+    gains = {
+        (task, other): [
+            quality[task, "allocated", s] - quality[task, other, s] for s in roles.SEEDS
+        ]
+        for task, other in itertools.product(roles.TASKS, ("3/8", "4/5"))
+    }
+    assert significant(gains) == {(task, "3/8") for task in roles.TASKS}
+    for task, (name, unit) in TASKS.items():
+        steps = roles.CASES[task].recipe.steps
+        schedule, *_ = roles.arms(Sensitivity.from_dict(measured[task]), steps)[
+            "allocated"
+        ]
+        parts = (schedule.weight, schedule.activation, schedule.error)
+        used = [sorted(set(part.bits().tolist())) for part in parts]
+        bits = ", ".join(" to ".join(map(str, levels)) for levels in used)
+        a, b = (
+            f"{interval_text(*interval(gains[task, other]))} {unit}"
+            for other in ("3/8", "4/5")
+        )
+        yield SMALL_STUDIES, f"| {name} | {bits} | **{a}** | {b} |"
+
+
+def order_of_bits():
+    """State the gains of rising over other orders of the bits, with the significant ones in bold."""
+    quality = qualities("order_of_bits")
+    assert {seed for *_, seed in quality} == set(rising_vs_falling.SEEDS)
+    assert len(quality) == 7 * 4 * 12
+    pairs = [
+        ("rising", "even"),
+        ("rising", "falling"),
+        ("rising", "static"),
+        ("even", "static"),
+    ]
+    gains = {
+        (task, pair): [
+            quality[task, pair[0], s] - quality[task, pair[1], s]
+            for s in rising_vs_falling.SEEDS
+        ]
+        for task, pair in itertools.product(rising_vs_falling.RECIPES, pairs)
+    }
+    bold = significant({key: x for key, x in gains.items() if key[1][1] != "static"})
+    for task in rising_vs_falling.RECIPES:
+        cells = []
+        for pair in pairs:
+            mark = "**" if (task, pair) in bold else ""
+            cells.append(f"{mark}{interval_text(*interval(gains[task, pair]))} %{mark}")
+        yield SMALL_STUDIES, f"| {task} | {' | '.join(cells)} |"
+
+
+def batched_runs():
+    """State the gains of runs that train together."""
+    for name, times in stored("together")["recipes"].items():
+        ratios = " | ".join(f"{times[column]:.1f}" for column in ("R=2", "R=11"))
+        sweep = f"{times['sweep_s']:.0f} s | {times['sweep']:.1f}"
+        yield (
+            "docs/sweeps.md",
+            f"| {name} | {times['alone_s']:.1f} s | {ratios} | {sweep} |",
+        )
+
+
+def gpu_times():
+    """State the times of steps, runs and evaluations on a GPU."""
+    measured = stored("gpu")
+    kinds = (
+        "float32",
+        "quantised",
+        "per operation",
+        "float32 captured",
+        "quantised captured",
+        "quantised integer captured",
+        "quantised integer shared steps captured",
+    )
+    eager, captured = [], []
+    rows = {"PTB LSTM": "LSTM 800, Penn Treebank", "ResNet-74": "ResNet-74, CIFAR-10"}
+    for model, name in rows.items():
+        ms = {kind: measured["steps"][f"{model}, {kind}"]["ms"] for kind in kinds}
+        yield (
+            "docs/int8.md",
+            f"| {name} | {' | '.join(f'{each:.1f}' for each in ms.values())} |",
+        )
+        eager.append(f"{ms['quantised'] / ms['float32']:.1f}")
+        captured.append(f"{ms['quantised captured'] / ms['float32 captured']:.1f}")
+    eager, captured = sorted(eager), sorted(captured)
+    yield "docs/int8.md", f"took {captured[1]} and {captured[0]} captured"
+    yield "docs/int8.md", f"took {eager[1]} and {eager[0]} float32"
+    ranges = f"{eager[0]} to {eager[1]} float32 steps; captured as a CUDA graph, {captured[0]} to {captured[1]}."
+    yield "docs/should-i-use-it.md", f"took {ranges}"
+
+    alone, five, shared = (
+        f"{measured['packing'][n]['steps_per_second']:.0f}"
+        for n in ("1", "5", "5, MPS")
+    )
+    store = (results_dir() / "language_paper.jsonl").read_text().splitlines()
+    (minutes,) = {f"{json.loads(line)['seconds'] / 60:.0f}" for line in store}
+    seconds = measured["evaluation_seconds"]
+    now, before = (
+        statistics.median(seconds[kind])
+        for kind in ("captured", "one operation at a time")
+    )
+    assert len(store) == 3
+    yield "README.md", "Apart from three Penn Treebank runs, everything"
+    yield (
+        "docs/sweeps.md",
+        (
+            f"{alone} steps a second, five together {five}, five with MPS {shared}. Three whole runs side by side with "
+            f"MPS took {minutes} minutes. An evaluation took {now:.2f} seconds, and {before:.0f} before evaluations"
+        ),
+    )
+
+
+def cpu_step_times():
+    """State the ranges of step times in the tables of docs/int8.md."""
+    page = (ROOT / "docs/int8.md").read_text(encoding="utf-8")
+    _, simulated, beside, _ = re.split(r"^\|---.*$", page, flags=re.MULTILINE)
+
+    def column(table, at, names=""):
+        rows = [
+            line.split("|")
+            for line in table.splitlines()
+            if re.match(rf"\| (?!tiny).*({names})", line)
+        ]
+        values = [float(n) for row in rows for n in re.findall(r"\d\.\d+", row[at])]
+        assert len(values) > 5
+        return f"{min(values):g} to {max(values):g}"
+
+    models = "ResNet|RetinaNet|BERT"
+    page = "docs/should-i-use-it.md"
+    yield page, f"{column(simulated, 2, models)} float32 steps with the C++"
+    yield page, f"{column(simulated, 3, models)} in plain torch"
+    yield page, f"bfloat16 autocast takes {column(beside, 5)} of a float32 step"
+
+
+def cost_of_paper_runs():
+    """State the plan of all runs at paper scale; a run counts in the first of its grids."""
+    rows = pd.DataFrame(stored("paper_scale")["rows"])
+    plans = {
+        name: grid.make("paper")
+        for name, grid in grids.find_grids(None).items()
+        if "paper" in grid.scales
+    }
+    first_grids = {
+        spec.key: name for name, specs in reversed(plans.items()) for spec in specs
+    }
+    assert dict(zip(rows.grid, rows.runs, strict=True)) == Counter(first_grids.values())
+    priced = paper_scale.add_prices(rows, 10, 2)
+    titles = {
+        "CIFAR-10 and CIFAR-100": "cifar",
+        "ImageNet": "imagenet",
+        "Pascal VOC 2012": "voc",
+        "OGBN-Arxiv and OGBN-Products": "ogbn",
+        "Penn Treebank": "ptb",
+        "XNLI": "xnli",
+        "all": "",
+    }
+    hours = {}
+    for title, start in titles.items():
+        part = priced[priced.grid.str.startswith(start)]
+        sums = part[["exaops", "hours", "money", "store_mb"]].sum()
+        hours[title] = part.hours.sum()
+        costs = f"{sums.exaops:.1f} | {sums.hours:,.0f} | {sums.money:,.0f}"
+        sizes = f"{sums.store_mb:,.0f} MB | {part.checkpoint_mb.max():,.0f} MB"
+        yield "docs/sweeps.md", f"| {title} | {part.runs.sum():,} | {costs} | {sizes} |"
+    yield (
+        "docs/sweeps.md",
+        f"ImageNet is {100 * hours['ImageNet'] / hours['all']:.0f} % of it",
+    )
+
+
+def schedule_comparisons():
+    """State how many schedules were worse or better than static bits."""
+    page = (ROOT / "docs/reproducing/schedules.md").read_text()
+    rows = re.findall(rf"^\| (?:{'|'.join(cpt.SUITE)}) \|(.*)\|$", page, re.MULTILINE)
+    cells = [cell.strip() for row in rows for cell in row.split("|")]
+    worse, better = (
+        sum(cell.startswith(sign) for cell in cells) for sign in ("**-", "**+")
+    )
+    assert (len(cells), worse, better) == (30, 10, 0)
+    yield (
+        "docs/should-i-use-it.md",
+        "static was better in ten of thirty comparisons, a schedule in none",
+    )
+
+
+def allocated_bits():
+    """State the bits of the best arm of H5, and the share of its output layer."""
+    specs = allocated("characters", [0])
+    schedule = next(s.schedule for s in specs if s.arm.startswith("over layers"))
+    bits = {names: set(part.bits()) for names, part, _ in schedule.parts}
+    assert bits == {("lstm",): {2, 3}, ("decoder",): {6}}
+    page = "docs/reproducing/questions.md"
+    yield page, "6 bits for the output layer, 2 and 3 bits in turn for the LSTM"
+    shares = []
+    for words, width, hidden in ((102, 64, 128), (2_000, 64, 128), (10_000, 800, 800)):
+        with torch.device("meta"):
+            model = cpt.quantize_(LanguageModel(words, width, hidden))
+            inputs = (torch.empty(35, 20, dtype=torch.int64), None)
+        macs = cpt.count_bitops(model, inputs, cpt.StaticSchedule(8, 1)).macs
+        shares.append(
+            f"{100 * macs['decoder'] / (macs['lstm'] + macs['decoder']):.0f} %"
+        )
+    here, small, paper = shares
+    yield (
+        page,
+        f"{here} of the multiplications there, {small} on the small Penn Treebank and {paper} at the paper's size",
+    )
+
+
+def preregistered_outcomes():
+    """State the outcomes on which README.md and the headline of the report rest."""
+    page = "docs/reproducing/questions.md"
+    text = (ROOT / page).read_text()
+    rows = re.findall(r"^\| (H\w+) \| [^|]* \| ([^|]*) \|", text, re.MULTILINE)
+    outcomes = dict(reversed(rows))  # the first table is that of the outcomes
+    assert "no schedule beats static by the margin" in outcomes["H2"]
+    number = {"6": "six"}[re.search(r"better in \d of (\d)", outcomes["H2"])[1]]
+    gains = re.search(r"the pair gains in (\d of \d)", outcomes["H7a"])[1]
+    assert re.search(
+        r"^\| over both \|.*\| \+[^|]*wins[^|]*\| -[^|]*loses[^|]*\|$",
+        text,
+        re.MULTILINE,
+    )
+    yield "README.md", f"improved {gains} tasks at the cost of 3 static bits"
+    wins = "no cyclic schedule beat static bits"
+    yield "README.md", f"In {number} comparisons of equal cost {wins} by the margin"
+    assert f"{wins} of equal cost by the margin" in report.HEADLINE
+    yield "README.md", "inconclusive if all models are evaluated at 8 bits"
+    yield "README.md", "(docs/reproducing/questions.md)"
+    assert not re.search(r"\bH\d", README.read_text())
+
+
+@pytest.mark.parametrize(
+    "stated_texts",
+    [
+        rising_bits,
+        evaluation_bits,
+        bits_of_roles,
+        order_of_bits,
+        batched_runs,
+        gpu_times,
+        cpu_step_times,
+        cost_of_paper_runs,
+        schedule_comparisons,
+        allocated_bits,
+        preregistered_outcomes,
+    ],
+)
+def test_pages_state_stored_numbers(stated_texts):
+    pairs = list(stated_texts())
+    assert pairs
+    assert [(page, text) for page, text in pairs if text not in read(page)] == []
+
+
+@pytest.mark.slow
+def test_readme_figure_states_claims_of_paper():
+    known = {claim.id: claim.claim for claim in claims.claims()}
+    assert "exceed" in known[figures.STATED["small"][0]]
+    assert "similar to static q_max or worse" in known[figures.STATED["medium"][0]]
+    assert "nearly all" in known[figures.CIFAR_STATED[0]]
+    figure = figures.paper_beside_ours()
+    paper, ours = figure.axes
+    points = [n for n in paper_numbers.numbers().itertuples() if n.unit == "points"]
+    (number,) = [n for n in points if n.artefact == "figure_3"]
+    labels = " ".join(text.get_text() for text in paper.texts)
+    assert f"{number.value:g} to {number.to:g}" in labels
+    arms = figures.differences(figure_data.best_rows("figure_3"))
+    assert figure.get_suptitle() == figures.finding(arms)
+    assert {text.get_text() for text in ours.texts} >= set(cpt.SUITE)
+    assert "static 8 reaches" in figure._supxlabel.get_text()
