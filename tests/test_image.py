@@ -1,6 +1,5 @@
 """Check of the Docker image, with a simulated builder: its calls and its rejections."""
 
-import stat
 import subprocess
 import sys
 
@@ -11,8 +10,8 @@ from helpers import refused
 from bench import image
 
 NOTEBOOKS = sorted(path.name for path in (image.ROOT / "notebooks").glob("*.ipynb"))
-PRETENDS = """#!{python}
-import json, os, subprocess, sys
+DOCKER = """#!{python}
+import os, subprocess, sys
 words = sys.argv[1:]
 with open({log!r}, "a") as log:
     log.write(" ".join(words).replace("\\n", " ") + "\\n")
@@ -24,7 +23,7 @@ if words[0] == "run":
 if words[0] == "rm":
     os.kill(int(words[-1]), 15)
 if words[0] == "exec":
-    sys.exit({status} if {fails!r} in " ".join(words) else 0)
+    sys.exit({fails!r} in " ".join(words))
 """
 SERVER = """
 import http.server, json, sys
@@ -41,31 +40,26 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 
 
 @pytest.fixture
-def pretend(tmp_path, monkeypatch):
-    """Put only a fake docker with a server of these notebooks on the PATH; return the log of its calls."""
+def fake_docker(tmp_path, monkeypatch):
+    """Return a function that puts only a fake docker on the PATH, and returns the log of its calls."""
 
-    def put(names, status=0, fails="reproduce"):
+    def put(notebooks=NOTEBOOKS, fails="nothing"):
         log, docker = tmp_path / "log", tmp_path / "docker"
-        server = SERVER.format(token=image.TOKEN, names=names)
-        docker.write_text(
-            PRETENDS.format(
-                python=sys.executable,
-                log=str(log),
-                server=server,
-                status=status,
-                fails=fails,
-            )
+        server = SERVER.format(token=image.TOKEN, names=notebooks)
+        script = DOCKER.format(
+            python=sys.executable, log=str(log), server=server, fails=fails
         )
-        docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.setattr(sys, "argv", ["image"])
+        docker.write_text(script)
+        docker.chmod(0o755)
         return log
 
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["image"])
     return put
 
 
-def test_image_check_builds_starts_and_runs_notebook(pretend, capsys):
-    log = pretend(NOTEBOOKS)
+def test_image_check_builds_starts_and_runs_notebook(fake_docker, capsys):
+    log = fake_docker()
     image.main()
     info, build, run, needs, doctor, inside, removed = log.read_text().splitlines()
     assert (info, build) == ("info", "build -t cpt-check .")
@@ -78,48 +72,40 @@ def test_image_check_builds_starts_and_runs_notebook(pretend, capsys):
     assert f"lists {len(NOTEBOOKS)} notebooks" in capsys.readouterr().out
 
 
-def test_image_check_rejects_missing_or_failing_notebook(pretend):
-    pretend(NOTEBOOKS[1:])
-    refused("does not list 00_start_here", image.main, error=SystemExit)
-    log = pretend(NOTEBOOKS, status=1)
-    refused("notebook 00 does not run inside", image.main, error=SystemExit)
-    assert log.read_text().splitlines()[-1].startswith("rm -f"), (
-        "the container is removed all the same"
-    )
-
-
 @pytest.mark.parametrize(
-    ("fails", "what"), [("Python.h", "what a GPU needs"), ("doctor", "cpt doctor")]
+    ("notebooks", "fails", "message"),
+    [
+        (NOTEBOOKS[1:], "nothing", "does not list 00_start_here"),
+        (NOTEBOOKS, "reproduce", "notebook 00 does not run inside"),
+        (NOTEBOOKS, "Python.h", "image: what a GPU needs fails inside"),
+        (NOTEBOOKS, "doctor", "image: cpt doctor fails inside"),
+    ],
 )
-def test_image_check_rejects_failing_inner_check(fails, what, pretend):
-    pretend(NOTEBOOKS, status=1, fails=fails)
-    refused(f"image: {what} fails inside", image.main, error=SystemExit)
+def test_image_check_reports_failure(notebooks, fails, message, fake_docker):
+    """End with the reason, and remove the container all the same."""
+    log = fake_docker(notebooks, fails)
+    refused(message, image.main, error=SystemExit)
+    assert log.read_text().splitlines()[-1].startswith("rm -f")
 
 
-def test_image_check_of_gpu_requirements(capfd):
-    """Check here, as in the image: a Python header, torch for CUDA, and DGL's device."""
-    done = subprocess.run(
-        [sys.executable, "-c", image.INSIDE], capture_output=True, text=True
-    )
-    expected = 0 if torch.version.cuda else 1
-    assert done.returncode == expected, done.stderr
-    if not expected:
-        assert f"torch is for CUDA {torch.version.cuda}" in done.stdout
-        assert (
-            "DGL is for the CPU alone: cpt_core.graphs is what runs on CUDA"
-            in done.stdout
-        )
-    changed = image.INSIDE.replace('"Python.h")', '"None.h")')
-    done = subprocess.run(
-        [sys.executable, "-c", changed], capture_output=True, text=True
-    )
-    assert (done.returncode, "so Triton has no kernels on a GPU" in done.stderr) == (
-        1,
-        True,
-    )
-
-
-def test_image_check_names_missing_builder(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["image"])
+def test_image_check_names_missing_builder(fake_docker):
     refused("needs one of docker, podman, buildah", image.main, error=SystemExit)
+
+
+@pytest.mark.slow
+def test_image_check_of_gpu_requirements():
+    """Check this environment as the image: a Python header, torch for CUDA, and DGL's device."""
+
+    def run(script):
+        command = [sys.executable, "-c", script]
+        process = subprocess.run(command, capture_output=True, text=True)
+        return process.returncode, process.stdout, process.stderr
+
+    status, out, err = run(image.INSIDE)
+    assert status == (0 if torch.version.cuda else 1), err
+    if torch.version.cuda:
+        assert f"torch is for CUDA {torch.version.cuda}" in out
+        assert "DGL is for the CPU alone: cpt_core.graphs is what runs on CUDA" in out
+    status, _, err = run(image.INSIDE.replace('"Python.h")', '"None.h")'))
+    assert status == 1
+    assert "so Triton has no kernels on a GPU" in err
