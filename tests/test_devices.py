@@ -21,47 +21,43 @@ from cpt_lab.training.session import Session
 from cpt_lab.training.train import train
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=WITH_CUDA) for name in checks.TASKS]
-)
-def test_cuda_tasks_train_stop_and_resume(name):
-    """Train all tasks on CUDA; the tests of the tasks cover the CPU."""
-    found = checks.task(name, "cuda")
-    assert "failed" not in found, found
-
-
 @pytest.mark.parametrize("name", ["quantisers", *checks.LAYERS])
 def test_quantizers_and_layers_match_cpu(name, device):
-    found = (
-        checks.quantisers(device.type)
-        if name == "quantisers"
-        else checks.layer(name, device.type)
-    )
-    assert "failed" not in found, found
+    if name == "quantisers":
+        report = checks.quantisers(device.type)
+    else:
+        report = checks.layer(name, device.type)
+    assert "failed" not in report, report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", checks.TASKS)
+def test_cuda_tasks_train_stop_and_resume(name):
+    """Train all tasks on CUDA; the tests of the tasks cover the CPU."""
+    report = checks.task(name, "cuda")
+    assert "failed" not in report, report
 
 
 def test_sample_blocks_on_device(device):
-    source, target = torch.unique(
-        torch.randint(0, 60, (2, 900), generator=torch.Generator().manual_seed(0)),
-        dim=1,
-    )
+    generator = torch.Generator().manual_seed(0)
+    random_edges = torch.randint(0, 60, (2, 900), generator=generator)
+    source, target = torch.unique(random_edges, dim=1)
     edges = set(zip(source.tolist(), target.tolist(), strict=True))
     graph = cpt.Graph.from_edges(source, target, 60).to(device)
+    seeds = torch.tensor([5, 0, 17], device=device)
+    (nodes, (block,)), (nodes_again, _) = (
+        sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
+        for _ in range(2)
+    )
+    assert torch.equal(nodes, nodes_again)
+    assert block.in_degrees.tolist() == graph.in_degrees[seeds].clamp_max(4).tolist()
+    targets = torch.repeat_interleave(seeds, block.indptr.diff())
+    sources = nodes[block.indices.long()]
+    assert set(zip(sources.tolist(), targets.tolist(), strict=True)) <= edges
+
     x = torch.randn(60, 8, device=device)
     torch.manual_seed(0)
     layer = cpt.quantize_(cpt.SAGEConv(8, 16).to(device))
-    seeds = torch.tensor([5, 0, 17], device=device)
-    nodes, (block,) = sample_blocks(
-        graph, seeds, [4], torch.Generator(device).manual_seed(1)
-    )
-    again, _ = sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
-    assert torch.equal(nodes, again)
-    assert block.in_degrees.tolist() == graph.in_degrees[seeds].clamp_max(4).tolist()
-    into = torch.repeat_interleave(seeds, block.indptr.diff())
-    assert (
-        set(zip(nodes[block.indices.long()].tolist(), into.tolist(), strict=True))
-        <= edges
-    )
     with cpt.precision(layer, 16):
         here = layer(block, x[nodes])
         there = layer.to("cpu")(block.to("cpu"), x[nodes].cpu())
@@ -69,77 +65,64 @@ def test_sample_blocks_on_device(device):
     torch.testing.assert_close(here.cpu(), there, atol=1e-3, rtol=1e-3)
 
 
-def demo(**changes):
+@pytest.fixture
+def spec():
     """Return a short run at a scale that uses a GPU."""
-    small = replace(
-        recipe("demo", "digits", "mlp6"),
-        steps=6,
-        n_cycles=1,
-        train_images=200,
-        evaluate_every=0,
-    )
-    return run_spec(
-        replace(small, **changes), "static 8", q_max=8, seed=0, scale="demo"
-    )
+    base = recipe("demo", "digits", "mlp6")
+    short = replace(base, steps=6, n_cycles=1, train_images=200, evaluate_every=0)
+    return run_spec(short, "static 8", q_max=8, seed=0, scale="demo")
 
 
-WAYS = [
-    (run_all, "cpu"),
-    *(pytest.param(way, "cuda", marks=WITH_CUDA) for way in (run_all, supervise)),
+@pytest.mark.parametrize(
+    ("work", "device_type"),
+    [
+        (run_all, "cpu"),
+        pytest.param(run_all, "cuda", marks=WITH_CUDA),
+        pytest.param(supervise, "cuda", marks=WITH_CUDA),
+    ],
+)
+def test_worker_runs_on_its_device(work, device_type, spec, tmp_path):
+    gpu = 0 if work is supervise else None
+    options = SweepOptions(device=device_type)
+    (outcome,) = work(Job(spec, tmp_path / "rows.jsonl", options, gpu=gpu))
+    row = outcome.row
+    assert (row["status"], row["device"]) == ("ok", device_name(device_type))
+    assert ("captured" in row) == (device_type == "cuda")
+
+
+CAPTURED = [
+    ("digits", "mlp6", {}),
+    ("digits", "resnet8_w8", {}),
+    ("pydoc", None, {}),
+    ("digits-graph", "gcn", {}),
+    ("templates", None, {"padding": "max"}),
 ]
 
 
-@pytest.mark.parametrize(("way", "where"), WAYS)
-def test_worker_runs_on_its_device(way, where, tmp_path):
-    gpu = 0 if way is supervise else None
-    (outcome,) = way(
-        Job(demo(), tmp_path / "rows.jsonl", SweepOptions(device=where), gpu=gpu)
-    )
-    row = outcome.row
-    assert (row["status"], row["device"]) == ("ok", device_name(where))
-    assert ("captured" in row) == (where == "cuda")
-
-
-CAPTURED = {
-    ("digits", "mlp6"): {},
-    ("digits", "resnet8_w8"): {},
-    ("pydoc", None): {},
-    ("digits-graph", "gcn"): {},
-    ("templates", None): {"padding": "max"},
-}
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dataset", "model"), CAPTURED)
-def test_captured_cuda_steps_equal_eager(dataset, model, monkeypatch):
-    base = replace(
-        recipe("smoke", dataset, model),
-        steps=12,
-        n_cycles=1,
-        **CAPTURED[dataset, model],
-    )
-    spec = run_spec(base, "CR", q_max=8, seed=0, scale="smoke")
+@pytest.mark.parametrize(("dataset", "model", "changes"), CAPTURED)
+def test_captured_cuda_steps_equal_eager(dataset, model, changes, monkeypatch):
+    base = recipe("smoke", dataset, model)
+    short = replace(base, steps=12, n_cycles=1, **changes)
+    spec = run_spec(short, "CR", q_max=8, seed=0, scale="smoke")
     losses = []
-    # by default cuDNN may add up in another order, and of a last digit 12 steps at few bits make a hundredth
+    # By default cuDNN may add in another order, and 12 steps at few bits make a hundredth of a last digit.
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     for value in ("0", "1"):
         monkeypatch.setenv("CPT_CAPTURE", value)
-        one = Session(load_task_class(spec), spec, "cuda")
-        batches, lr = one.task.batches(0), one.lr_at(0, [])
+        session = Session(load_task_class(spec), spec, "cuda")
+        batches, lr = session.task.batches(0), session.lr_at(0, [])
         losses.append([])
         for _ in range(12):
-            losses[-1].append(one.step(next(batches), lr))
-            one.scheduler.step()
-        assert (one.captured > 0) == (value == "1"), one.uncaptured_reason
+            losses[-1].append(session.step(next(batches), lr))
+            session.scheduler.step()
+        assert (session.captured > 0) == (value == "1"), session.uncaptured_reason
     torch.testing.assert_close(*map(torch.stack, losses), atol=1e-3, rtol=1e-3)
 
 
-def test_row_of_gpu_run_states_captured_steps(monkeypatch):
-    spec = demo()
+def test_row_of_gpu_run_states_captured_steps(spec, monkeypatch):
     run = train(load_task_class(spec), spec)
     monkeypatch.setattr(worker, "peak_memory", lambda device: 1)
-    assert worker._result_fields(run, "cuda")["captured"] == {
-        "steps": 0,
-        "why_not": "the device is cpu",
-    }
+    captured = {"steps": 0, "why_not": "the device is cpu"}
+    assert worker._result_fields(run, "cuda")["captured"] == captured
     assert "captured" not in worker._result_fields(run, "cpu")

@@ -1,18 +1,23 @@
 """Resources granted by batch systems and containers, from simulated control groups and this process."""
 
 import os
-import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import run_command
 
 from cpt_lab import resources
 
 GB = 2**30
-NONE = "9223372036854771712\n"  # what version 1 writes where there is no limit
+NO_LIMIT = "9223372036854771712\n"  # of version 1
 
-# /proc/self/cgroup, the files under /sys/fs/cgroup -> cores and memory of a machine with 8 cores and 64 GB
+
+def version_1(folder, quota):
+    """Return the files of a group that give cores, as version 1 writes them."""
+    files = {"cpu.cfs_quota_us": f"{quota}\n", "cpu.cfs_period_us": "100000\n"}
+    return {f"{folder}/{name}": text for name, text in files.items()}
+
+
+# /proc/self/cgroup, the files under /sys/fs/cgroup -> cores and gigabytes of a machine with 8 cores and 64 GB
 GRANTED = {
     "no control groups": ("", {}, 8, 64),
     "version 2, nothing limited": (
@@ -49,12 +54,10 @@ GRANTED = {
     "version 1": (
         "9:name=systemd:/\n5:memory:/job\n4:cpu,cpuacct:/job\n",
         {
-            "cpu,cpuacct/job/cpu.cfs_quota_us": "400000\n",
-            "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
-            "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-            "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            **version_1("cpu,cpuacct/job", 400000),
+            **version_1("cpu,cpuacct", -1),
             "memory/job/memory.limit_in_bytes": f"{2 * GB}\n",
-            "memory/memory.limit_in_bytes": NONE,
+            "memory/memory.limit_in_bytes": NO_LIMIT,
         },
         4,
         2,
@@ -62,8 +65,7 @@ GRANTED = {
     "a container of version 1, in which its group on the host cannot be seen": (
         "5:memory:/docker/0123\n4:cpuacct,cpu:/docker/0123\n",
         {
-            "cpu/cpu.cfs_quota_us": "200000\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
+            **version_1("cpu", 200000),
             "memory/memory.limit_in_bytes": f"{3 * GB}\n",
         },
         2,
@@ -71,11 +73,7 @@ GRANTED = {
     ),
     "both versions": (
         "1:cpu:/\n0::/job\n",
-        {
-            "cpu/cpu.cfs_quota_us": "-1\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
-            "unified/job/cpu.max": "500000 100000",
-        },
+        {**version_1("cpu", -1), "unified/job/cpu.max": "500000 100000"},
         5,
         64,
     ),
@@ -84,49 +82,42 @@ GRANTED = {
 
 @pytest.mark.parametrize("case", GRANTED)
 def test_usable_cores_and_memory_follow_control_groups(case, tmp_path, monkeypatch):
-    said, files, cores, memory = GRANTED[case]
-    for name, text in {
-        "own": said,
-        **{f"sys/{name}": text for name, text in files.items()},
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    groups, files, cores, gigabytes = GRANTED[case]
+    for name, text in {"../own": groups, **files}.items():
+        path = tmp_path / "sys" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GB // 4096}
     monkeypatch.setattr(resources, "PROCESS_GROUPS", tmp_path / "own")
     monkeypatch.setattr(resources, "GROUPS", tmp_path / "sys")
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda process: set(range(8)), raising=False
     )
-    monkeypatch.setattr(
-        os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GB // 4096}.get
-    )
-    assert (resources.usable_cores(), resources.usable_memory()) == (cores, memory * GB)
+    monkeypatch.setattr(os, "sysconf", pages.get)
     monkeypatch.setattr(resources, "_runs", 1)
-    resources.share_with(3)
-    assert (resources.usable_cores(), resources.usable_memory()) == (
-        max(1, cores // 3),
-        memory * GB // 3,
-    )
+    for runs in (1, 3):
+        resources.share_with(runs)
+        assert resources.usable_cores() == max(1, cores // runs)
+        assert resources.usable_memory() == gigabytes * GB // runs
 
 
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system has no affinity"
 )
-def test_usable_cores_follow_process_affinity():
-    code = (
-        "import os; from cpt_lab.resources import usable_cores\n"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "print(usable_cores())"
-    )
-    assert run_command(sys.executable, "-c", code) == "1\n"
+def test_usable_cores_follow_process_affinity(monkeypatch):
+    monkeypatch.setattr(resources, "_runs", 1)
+    before = os.sched_getaffinity(0)  # noqa: TID251 - is changed here
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert resources.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_shared_memory_is_limited_by_share(tmp_path, monkeypatch):
+    disk = SimpleNamespace(f_frsize=10, f_bavail=40, f_blocks=64)
     monkeypatch.setattr(resources, "SHARED", tmp_path)
-    monkeypatch.setattr(
-        os,
-        "statvfs",
-        lambda path: SimpleNamespace(f_frsize=10, f_bavail=40, f_blocks=64),
-    )
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
     monkeypatch.setattr(resources, "_runs", 1)
     assert resources.shared_memory() == 400
     resources.share_with(4)

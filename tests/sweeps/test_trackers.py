@@ -5,153 +5,149 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import TRACKED_RUNS, train_tracked_runs
-from typer.testing import CliRunner
+from helpers import refused
 
-from cpt_lab.commands import app
 from cpt_lab.sweeps import sweep, trackers
 from cpt_lab.sweeps.stores import claim, load_rows
 from cpt_lab.sweeps.trackers import TRACKERS, Sender, TrackedRun
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train_tracked_runs(tmp_path_factory.mktemp("runs"))
+WORDS = "run digits/mlp6 --scale smoke --arms CR LR --seeds 0 --workers 0 --steps 10 --n-cycles 2"
 
 
 @pytest.fixture
-def runs(trained, tmp_path, monkeypatch):
-    """Provide a folder of two runs with no row sent."""
+def store(calm, tmp_path, monkeypatch):
+    """Return a copy of the calm sweep, as the store that commands use."""
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
-    return shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "smoke").mkdir()
+    shutil.copytree(
+        calm.store.with_name("rows.curves"), tmp_path / "smoke/image.curves"
+    )
+    return shutil.copy(calm.store, tmp_path / "smoke" / "image.jsonl")
 
 
 @pytest.fixture
 def tracked(monkeypatch):
-    """Return the runs of a tracker named ``memory``; it raises the exceptions in ``fails``."""
-    memory = SimpleNamespace(runs=list[TrackedRun](), fails=list[BaseException]())
+    """Return the runs of a tracker named ``memory``; it raises the first of ``errors``."""
+    memory = SimpleNamespace(runs=list[TrackedRun](), errors=list[BaseException]())
 
     def send(client, run):
         (run.folder / "begun").touch()
-        if memory.fails:
-            raise memory.fails[0]
+        if memory.errors:
+            raise memory.errors[0]
         memory.runs.append(run)
 
     monkeypatch.setitem(TRACKERS, "memory", ("json", send))
     return memory
 
 
-def run(*words):
-    shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", "memory", *words])
-    return shown.exit_code, shown.output
+@pytest.fixture
+def log(command):
+    """Return a function that runs the sweep's command with a tracker."""
+    return lambda tracker="memory": command(*WORDS.split(), "--log", tracker)
 
 
-def test_sender_sends_rows_and_curves_once(runs, tracked):
-    assert run()[0] == 0
-    rows = {row["key"]: row for row in load_rows(runs / "smoke" / "image.jsonl")}
-    assert [one.name for one in tracked.runs] == ["CR, seed 0", "RR, seed 0"]
-    for one in tracked.runs:
-        row = rows[one.params["key"]]
-        assert (one.params["dataset"], one.params["q_max"]) == ("digits", "8")
-        assert one.final["cost"] == row["relative_cost"]
-        assert one.final["accuracy_at_q_max"] in {m["value"] for m in row["metrics"]}
-        assert len(one.curve) == row["spec"]["recipe"]["steps"]
-        assert {"loss"} < set(one.curve[0][1])
-    assert "rows sent: 0" in run()[1]
+def test_sender_sends_rows_and_curves_once(store, tracked, log):
+    assert log()[0] == 0
+    rows = {row["key"]: row for row in load_rows(store)}
+    assert [run.name for run in tracked.runs] == ["LR, seed 0", "CR, seed 0"]
+    for run in tracked.runs:
+        row = rows[run.params["key"]]
+        assert (run.params["dataset"], run.params["q_max"]) == ("digits", "8")
+        assert run.final["cost"] == row["relative_cost"]
+        values = {metric["value"] for metric in row["metrics"]}
+        assert run.final["accuracy_at_q_max"] in values
+        assert len(run.curve) == row["spec"]["recipe"]["steps"]
+        assert {"loss"} < set(run.curve[0][1])
+    assert "rows sent: 0" in log()[1]
     assert len(tracked.runs) == 2
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError("no server\nat all"),
-        RuntimeError(),
-        AttributeError("log"),
-        ValueError("x"),
-    ],
-)
-def test_sender_warns_once_of_failing_client(error, runs, tracked):
-    tracked.fails.append(error)
-    status, output = run()
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    (warning,) = [line for line in output.splitlines() if line.startswith("warning: ")]
-    assert warning.startswith(
-        f"warning: memory rejected CR, seed 0: {reason}; all rows are kept"
-    )
+@pytest.mark.parametrize("message", ["no server\nat all", ""])
+def test_sender_warns_once_of_failing_client(message, store, tracked, log):
+    tracked.errors.append(OSError(message))
+    status, out, error = log()
+    reason = message.partition("\n")[0] or "OSError"
+    expected = f"memory rejected LR, seed 0: {reason}; all rows are kept"
+    (warning,) = (line for line in error.splitlines() if line.startswith("warning: "))
+    assert warning.startswith(f"warning: {expected}")
     assert status == 1
-    assert "2 ok" in output
-    tracked.fails.clear()
-    assert "rows sent: 2" in run()[1]
+    assert "2 ok" in out
+    tracked.errors.clear()
+    assert "rows sent: 2" in log()[1]
 
 
-def test_sender_failure_stops_no_later_run(runs, tracked, monkeypatch):
+def test_sender_failure_stops_no_later_run(store, tracked, command, monkeypatch):
     """Run all grids of a question, each with its store."""
-    rows, stores = load_rows(runs / "smoke" / "image.jsonl"), []
-    monkeypatch.setattr(
-        sweep,
-        "run_grid",
-        lambda specs, store, options: stores.append(store.name) or rows,
-    )
-    tracked.fails.append(OSError("no server"))
-    shown = CliRunner().invoke(app, ["run", "h4", "--log", "memory"])
-    assert (shown.exit_code, stores) == (1, ["language_model.jsonl", "graph.jsonl"])
-    assert shown.output.count("rows sent: 0") == 2
-    assert shown.output.count("rejected") == 1
+    rows, names = load_rows(store), []
+
+    def run_grid(specs, store, options):
+        names.append(store.name)
+        return rows
+
+    monkeypatch.setattr(sweep, "run_grid", run_grid)
+    tracked.errors.append(OSError("no server"))
+    status, out, error = command("run", "h4", "--log", "memory")
+    assert (status, names) == (1, ["language_model.jsonl", "graph.jsonl"])
+    assert out.count("rows sent: 0") == 2
+    assert error.count("rejected") == 1
 
 
-def test_sender_repeats_interrupted_sending(runs, tracked):
-    tracked.fails.append(KeyboardInterrupt())
-    assert run()[0] != 0
-    assert [
-        path.name.endswith(".part")
-        for path in (runs / "smoke" / "image.memory").iterdir()
-    ] == [True]
-    tracked.fails.clear()
-    assert "rows sent: 2" in run()[1]
-    assert [
-        path.name.endswith(".part")
-        for path in (runs / "smoke" / "image.memory").iterdir()
-    ] == [False, False]
+def test_sender_repeats_interrupted_sending(store, tracked):
+    def is_partial():
+        folders = store.with_name("image.memory").iterdir()
+        return [path.name.endswith(".part") for path in folders]
+
+    rows = load_rows(store)
+    tracked.errors.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        Sender("memory")(store, rows)
+    assert is_partial() == [True]
+    tracked.errors.clear()
+    assert Sender("memory")(store, rows) == 3
+    assert is_partial() == [False] * 3
 
 
-def test_sender_skips_rows_claimed_by_second_process(runs, tracked):
-    store = runs / "smoke" / "image.jsonl"
+def test_sender_skips_rows_claimed_by_second_process(store, tracked):
     rows = load_rows(store)
     with claim(store, f"{rows[0]['key']}.memory"):
-        assert Sender("memory")(store, rows) == 1
+        assert Sender("memory")(store, rows) == 2
     assert Sender("memory")(store, rows) == 1
 
 
-def test_sender_sends_run_without_curve(runs, tracked):
-    curves = sorted((runs / "smoke" / "image.curves").iterdir())
-    curves[0].unlink()
-    curves[1].write_bytes(b"no parquet")
-    status, output = run()
-    assert status == 0
-    assert "rows sent: 2, 2 of them without a curve" in output
-    assert [one.curve for one in tracked.runs] == [[], []]
-
-
-def test_sender_rejects_missing_tracker_before_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
-    for tracker in ("mlflow", "wandb", "trackio"):
-        monkeypatch.setitem(sys.modules, tracker, None)
-    (tmp_path / "broken_client.py").write_text("raise TypeError('an old protobuf')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(
-        trackers.TRACKERS, "broken", ("broken_client", trackers.to_wandb)
+def test_sender_sends_run_without_curve(store, tracked, log):
+    rows = load_rows(store)[:2]
+    missing, damaged = (
+        store.with_name("image.curves") / f"{row['key']}.parquet" for row in rows
     )
-    expected = {
-        name: f"get it with: pip install {name}"
-        for name in ("mlflow", "wandb", "trackio")
-    }
-    expected |= {
-        "broken": "broken cannot be imported (an old protobuf)",
-        "comet": "unknown log 'comet'; choose from",
-    }
-    for tracker, said in expected.items():
-        shown = CliRunner().invoke(app, [*TRACKED_RUNS, "--log", tracker])
-        assert said in str(shown.exception)
-        assert not (tmp_path / "smoke").exists()
-    with pytest.raises(ValueError, match="unknown log ''"):
-        Sender("")
+    missing.unlink()
+    damaged.write_bytes(b"no parquet")
+    status, out, _ = log()
+    assert status == 0
+    assert "rows sent: 2, 2 of them without a curve" in out
+    assert [run.curve for run in tracked.runs] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        *(
+            (name, f"get it with: pip install {name}")
+            for name in ("mlflow", "wandb", "trackio")
+        ),
+        ("broken", "broken cannot be imported (an old protobuf)"),
+        ("comet", "unknown log 'comet'; choose from"),
+    ],
+)
+def test_sender_rejects_missing_tracker_before_runs(
+    tracker, message, tmp_path, monkeypatch, log
+):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, tracker, None)
+    if tracker == "broken":
+        monkeypatch.delitem(sys.modules, tracker)
+        (tmp_path / "broken.py").write_text("raise TypeError('an old protobuf')")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(TRACKERS, "broken", ("broken", trackers.to_wandb))
+    assert message in log(tracker)[2]
+    assert not (tmp_path / "smoke").exists()
+    refused("unknown log ''", Sender, "")

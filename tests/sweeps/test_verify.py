@@ -1,7 +1,6 @@
 """Verification of stored rows by rerunning: exact equality, tolerances on different machines, reports."""
 
 import copy
-import json
 import os
 from dataclasses import replace
 from statistics import stdev
@@ -29,28 +28,25 @@ from cpt_lab.sweeps.sweep import run_grid
 pytestmark = pytest.mark.filterwarnings(
     "ignore::cpt_core.schedules.schedule.ShortCycleWarning"
 )
-ON_TEST = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max"}
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """Return a store with two runs from a clean tree and one that failed."""
-    store = tmp_path_factory.mktemp("stored") / "rows.jsonl"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "cpt_lab.provenance.commit", lambda: {"commit": "1" * 40, "dirty": False}
-        )
-        rows = run_grid(specs_of("CR", "LR"), store, workers=0)
-    assert [row["status"] for row in rows] == ["ok", "ok"]
-    failed = {**describe(specs_of("RR")[0]), "status": "failed", "error": "boom"}
-    with open(store, "a") as f:
-        f.write(json.dumps(failed) + "\n")
-    return store
 
 
 @pytest.fixture
-def row(stored):
-    return copy.deepcopy(load_rows(stored)[0])
+def row(calm):
+    """Return the row of CR: ten steps of the digits."""
+    return copy.deepcopy(calm.rows[0])
+
+
+@pytest.fixture
+def rerun(row):
+    """Return the row of a rerun that gave the same numbers."""
+    return copy.deepcopy(row)
+
+
+@pytest.fixture
+def store(calm, tmp_path):
+    """Return a store with two finished runs and one that failed."""
+    failed = describe(specs_of("RR")[0]) | {"status": "failed", "error": "boom"}
+    return write_rows(tmp_path / "stored.jsonl", *calm.rows[:2], failed)
 
 
 @pytest.fixture(autouse=True)
@@ -60,104 +56,94 @@ def none_committed(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def as_stored(stored, monkeypatch):
-    """Replace runs by the store's first rows; count what was run."""
-    ran, rows = [], {row["key"]: row for row in load_rows(stored)}
-    monkeypatch.setattr(
-        verify, "run_again", lambda row: ran.append(row["key"]) or rows[row["key"]]
-    )
-    return ran
+def reruns(calm, monkeypatch):
+    """Replace reruns by the rows of the calm sweep; return the keys of the rows."""
+    keys, rows = [], {row["key"]: row for row in calm.rows}
 
+    def run_again(row):
+        keys.append(row["key"])
+        return rows[row["key"]]
 
-def test_verify_command_reproduces_rows_bit_for_bit(command, stored, monkeypatch):
-    here = lambda *args, workers, **options: run_grid(*args, workers=0, **options)  # noqa: E731 - a process takes seconds
-    monkeypatch.setattr(verify, "run_grid", here)
-    status, said, _ = command("verify", stored)
-    assert status == 0
-    whole, *lines = said.splitlines()
-    assert whole == "2 of 3 rows intact, 1 have no digest"
-    assert lines[0].startswith("2 rows of 1 stores to run again; they took ")
-    assert sorted(line.split(maxsplit=1)[1] for line in lines[2:4]) == [
-        "CR seed 0: bit for bit",
-        "LR seed 0: bit for bit",
-    ]
-    assert lines[4].startswith("2 bit for bit by commit ")
+    monkeypatch.setattr(verify, "run_again", run_again)
+    return keys
 
 
 def last_bit(x):
     return x * (1 + 2**-52)
 
 
-def change(row, *path, by=last_bit):
-    for name in path[:-1]:
-        row = row[name]
-    row[path[-1]] = by(row[path[-1]])
-
-
 def more(x):
     return x + 1 if isinstance(x, int) else 2 * x
 
 
-@pytest.mark.parametrize(
-    ("said", "path", "by"),
-    [
-        ("loss 3 of 10 is ", ("loss", 2), last_bit),
-        ("valid accuracy final at q_max is ", ("metrics", 0, "value"), last_bit),
-        ("bitops per_op is ", ("bitops", "per_op"), last_bit),
-        (
-            "test loss at q_max after step 10 is ",
-            ("evaluations", -1, "test", "loss"),
-            last_bit,
-        ),
-        ("relative_cost is ", ("relative_cost",), last_bit),
-        ("noise_exposure is ", ("noise_exposure",), last_bit),
-        ("steps is 10, stored 11", ("steps",), more),
-        ("data_checksum is ", ("data_checksum",), more),
-        ("key is ", ("key",), more),
-        ("status is ok, stored okok", ("status",), more),
-    ],
-)
-def test_verify_compares_every_number_bit_for_bit(said, path, by, row):
+def change(row, *path, by=last_bit):
+    *names, last = path
+    for name in names:
+        row = row[name]
+    row[last] = by(row[last])
+
+
+# --- on the same machine --------------------------------------------------------------------------
+
+CHANGES = [
+    ("loss 3 of 10 is ", ("loss", 2), last_bit),
+    ("valid accuracy final at q_max is ", ("metrics", 0, "value"), last_bit),
+    ("bitops per_op is ", ("bitops", "per_op"), last_bit),
+    (
+        "test loss at q_max after step 10 is ",
+        ("evaluations", -1, "test", "loss"),
+        last_bit,
+    ),
+    ("relative_cost is ", ("relative_cost",), last_bit),
+    ("noise_exposure is ", ("noise_exposure",), last_bit),
+    ("steps is 10, stored 11", ("steps",), more),
+    ("data_checksum is ", ("data_checksum",), more),
+    ("key is ", ("key",), more),
+    ("status is ok, stored okok", ("status",), more),
+]
+
+
+@pytest.mark.parametrize(("sentence", "path", "by"), CHANGES)
+def test_verify_compares_every_number_bit_for_bit(sentence, path, by, row, rerun):
     """Report a difference in the last bit of any number on the same machine."""
-    found, whole = copy.deepcopy(row), verify.compare(row, copy.deepcopy(row), [])
-    assert (whole.verdict, whole.differs, whole.reproduced) == ("bit for bit", (), True)
+    finding = verify.compare(row, rerun, [])
+    assert (finding.verdict, finding.differs) == ("bit for bit", ())
+    assert finding.reproduced
     change(row, *path, by=by)
-    finding = verify.compare(row, found, [])
-    assert (finding.verdict, finding.differs, finding.reproduced) == (
-        "NOT REPRODUCED",
-        (),
-        False,
-    )
+    finding = verify.compare(row, rerun, [])
+    assert (finding.verdict, finding.differs) == ("NOT REPRODUCED", ())
+    assert not finding.reproduced
     assert len(finding.said) == 1
-    assert finding.said[0].startswith(said)
+    assert finding.said[0].startswith(sentence)
 
 
-def test_verify_reports_missing_numbers_and_shortens_lists(row):
-    found = copy.deepcopy(row)
-    gone = row["metrics"].pop()
-    finding = verify.compare(row, found, [])
-    assert (
-        finding.said[0]
-        == f"{gone['split']} accuracy {gone['when']} at q_max is {gone['value']}, stored None"
-    )
+def test_verify_reports_missing_numbers_and_shortens_lists(row, rerun):
+    metric = row["metrics"].pop()
+    name = f"{metric['split']} accuracy {metric['when']} at q_max"
+    first, *_ = verify.compare(row, rerun, []).said
+    assert first == f"{name} is {metric['value']}, stored None"
     row["loss"] = [1.0] * 10
-    assert verify.compare(row, found, []).said[3:] == ("and 9 more numbers",)
+    assert verify.compare(row, rerun, []).said[3:] == ("and 9 more numbers",)
 
 
 def test_verify_run_that_fails_is_not_reproduced(row):
-    failed = {
-        **row,
-        "status": "failed",
-        "error": "Traceback\n  somewhere\nValueError: no such thing\n",
-    }
-    finding = verify.compare(row, failed, [])
-    assert str(finding).endswith(
-        "CR seed 0: NOT REPRODUCED: the run failed: ValueError: no such thing"
-    )
+    error = "Traceback\n  somewhere\nValueError: no such thing\n"
+    finding = verify.compare(row, row | {"status": "failed", "error": error}, [])
+    text = "CR seed 0: NOT REPRODUCED: the run failed: ValueError: no such thing"
+    assert str(finding).endswith(text)
 
 
-# --- other machines -------------------------------------------------------------------------------
-DIFFERENT = {
+def test_verify_ignores_commit_and_package_version(row, rerun):
+    """Apply no tolerance for a different commit or version of this package."""
+    row["provenance"] |= {"commit": "3" * 40, "started": "2020-01-01"}
+    row["provenance"]["versions"]["cpt-core"] = "0.0.1"
+    change(row, "loss", 5)
+    assert verify.compare(row, rerun, []).verdict == "NOT REPRODUCED"
+
+
+# --- on other machines ----------------------------------------------------------------------------
+
+PROVENANCE_PATHS = {
     "cpu": ("machine", "cpu"),
     "threads": ("machine", "threads"),
     "switches": ("machine", "switches"),
@@ -168,224 +154,182 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize(("name", "path"), DIFFERENT.items())
-def test_verify_names_different_provenance(name, path, row):
-    found = copy.deepcopy(row)
+@pytest.mark.parametrize(("name", "path"), PROVENANCE_PATHS.items())
+def test_verify_names_different_provenance(name, path, row, rerun):
     change(row["provenance"], *path, by=lambda _: "another")
-    finding = verify.compare(row, found, [])
+    finding = verify.compare(row, rerun, [])
     assert (finding.verdict, finding.differs) == ("bit for bit", (name,))
     assert str(finding).endswith(f"bit for bit; differs in: {name}")
     change(row, "loss", 5)
-    assert verify.compare(row, found, []).verdict == "within tolerance"
+    assert verify.compare(row, rerun, []).verdict == "within tolerance"
 
 
-def test_verify_names_unknown_provenance(row):
-    found = copy.deepcopy(row)
-
+def test_verify_names_unknown_provenance(row, rerun):
     def differs():
-        return verify.compare(row, found, []).differs
+        return verify.compare(row, rerun, []).differs
 
-    row["provenance"] = {**row["provenance"], "dirty": True, "commit": "2" * 40}
+    row["provenance"] |= {"dirty": True, "commit": "2" * 40}
     assert differs() == ("code (the row's tree had changes, or no commit)",)
-    del (
-        row["provenance"]["machine"],
-        row["provenance"]["dirty"],
-        row["evaluations"],
-    )  # as early rows
-    assert [why.split()[0] for why in differs()] == ["machine", "code"]
-    assert verify.compare(row, found, []).verdict == "within tolerance"
+    # Early rows have less.
+    del row["provenance"]["machine"], row["provenance"]["dirty"], row["evaluations"]
+    assert [reason.split()[0] for reason in differs()] == ["machine", "code"]
+    assert verify.compare(row, rerun, []).verdict == "within tolerance"
     row["device"] = "some GPU"
     assert differs()[-1] == "device"
-    found["device"] = "some GPU"
-    assert differs()[-1] == "order of sums (a GPU chooses it)"
-    found["provenance"]["machine"]["switches"] = {"CPT_DETERMINISTIC": "1"}
-    assert differs()[-1] == "order of sums (a GPU chooses it)"
-    row["provenance"]["machine"] = found["provenance"]["machine"]
-    assert [why.split()[0] for why in differs()] == ["code"]
-
-
-def test_verify_ignores_commit_and_package_version(row):
-    """Apply no tolerance for a different commit or version of this package."""
-    found = copy.deepcopy(row)
-    row["provenance"] |= {"commit": "3" * 40, "started": "2020-01-01"}
-    row["provenance"]["versions"]["cpt-core"] = "0.0.1"
-    change(row, "loss", 5)
-    assert verify.compare(row, found, []).verdict == "NOT REPRODUCED"
+    rerun["device"] = "some GPU"
+    order = "order of sums (a GPU chooses it)"
+    assert differs()[-1] == order
+    rerun["provenance"]["machine"]["switches"] = {"CPT_DETERMINISTIC": "1"}
+    assert differs()[-1] == order
+    row["provenance"]["machine"] = rerun["provenance"]["machine"]
+    assert [reason.split()[0] for reason in differs()] == ["code"]
 
 
 @pytest.mark.parametrize(
-    ("path", "factor", "verdict"),
+    ("path", "factor", "is_within"),
     [
-        (("loss", 0), 1.09, "within tolerance"),
-        (("loss", 0), 0.92, "within tolerance"),
-        (("loss", 0), 1.12, "NOT REPRODUCED"),
-        (("loss", 0), 0.9, "NOT REPRODUCED"),
-        (("loss", 9), 2.0, "within tolerance"),
-        (("evaluations", -1, "test", "accuracy"), 2.0, "within tolerance"),
-        (("bitops", "paper"), 1 + 2**-52, "NOT REPRODUCED"),
-        (("relative_cost",), 1 + 2**-52, "NOT REPRODUCED"),
-        (("steps",), 2, "NOT REPRODUCED"),
-        (("data_checksum",), 2, "NOT REPRODUCED"),
-        (("status",), 2, "NOT REPRODUCED"),
-        (("key",), 2, "NOT REPRODUCED"),
+        (("loss", 0), 1.09, True),
+        (("loss", 0), 0.92, True),
+        (("loss", 0), 1.12, False),
+        (("loss", 0), 0.9, False),
+        (("loss", 9), 2.0, True),
+        (("evaluations", -1, "test", "accuracy"), 2.0, True),
+        (("bitops", "paper"), 1 + 2**-52, False),
+        (("relative_cost",), 1 + 2**-52, False),
+        (("steps",), 2, False),
+        (("data_checksum",), 2, False),
+        (("status",), 2, False),
+        (("key",), 2, False),
     ],
 )
-def test_verify_tolerance_on_different_machine(path, factor, verdict, row):
-    found = copy.deepcopy(row)
+def test_verify_tolerance_on_different_machine(path, factor, is_within, row, rerun):
     row["provenance"]["machine"]["cpu"] = "another"
     change(row, *path, by=lambda x: x * factor)
-    assert verify.compare(row, found, []).verdict == verdict
+    verdict = "within tolerance" if is_within else "NOT REPRODUCED"
+    assert verify.compare(row, rerun, []).verdict == verdict
 
 
-@pytest.mark.parametrize(
-    ("off", "verdict"), [(0.04, "within tolerance"), (0.06, "NOT REPRODUCED")]
-)
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_verify_final_metric_tolerance_on_different_machine(off, verdict, sign, row):
-    found = copy.deepcopy(row)
+@pytest.mark.parametrize("off", [-0.06, -0.04, 0.04, 0.06])
+def test_verify_final_metric_tolerance_on_different_machine(off, row, rerun):
     row["provenance"]["machine"]["cpu"] = "another"
-    (metric,) = (m for m in row["metrics"] if m.items() >= ON_TEST.items())
-    metric["value"] += sign * off
-    finding = verify.compare(row, found, [])
-    assert finding.verdict == verdict
+    place = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max"}
+    (metric,) = (m for m in row["metrics"] if m.items() >= place.items())
+    metric["value"] += off
+    finding = verify.compare(row, rerun, [])
+    assert (finding.verdict == "within tolerance") == (abs(off) < 0.05)
     assert finding.said[1].endswith("(0.0500 allowed: without seeds to compare)")
 
 
 def test_verify_allows_later_divergence_on_different_machine(row):
     row |= {"status": "diverged", "metrics": []}
-    found = copy.deepcopy(row) | {"steps": 12}
-    assert verify.compare(row, found, []).verdict == "NOT REPRODUCED"
+    rerun = copy.deepcopy(row) | {"steps": 12}
+    assert verify.compare(row, rerun, []).verdict == "NOT REPRODUCED"
     row["provenance"]["machine"]["cpu"] = "another"
-    assert verify.compare(row, found, []).verdict == "within tolerance"
-    assert verify.compare(row, found | {"status": "ok"}, []).verdict == "NOT REPRODUCED"
+    assert verify.compare(row, rerun, []).verdict == "within tolerance"
+    finished = rerun | {"status": "ok"}
+    assert verify.compare(row, finished, []).verdict == "NOT REPRODUCED"
+
+
+def rows_of(arm, values, dataset="digits", metric="accuracy"):
+    """Return rows of an arm, a seed for each value of the final metric."""
+    specs = designs.quality_cost(
+        "demo", dataset, schedules=[arm], static_bits=[], seeds=range(len(values))
+    )
+    return [row_of(s, value, metric) for s, value in zip(specs, values, strict=True)]
 
 
 def test_verify_metric_tolerance_is_derived_from_seeds():
-    def rows(arm, values, dataset="digits", metric="accuracy"):
-        specs = designs.quality_cost(
-            "demo", dataset, schedules=[arm], static_bits=[], seeds=range(len(values))
-        )
-        return [
-            row_of(spec, value, metric)
-            for spec, value in zip(specs, values, strict=True)
-        ]
-
-    calm, wild = [0.80, 0.81, 0.82, 0.83], [0.5, 0.7, 0.9]
-    cr, lr, rr = rows("CR", calm), rows("LR", wild), rows("RR", calm)
-    every = cr + lr + rr
-    said = "5 standard deviations between seeds"
-    assert verify.allowed(cr[0], every) == (pytest.approx(5 * stdev(calm)), said)
-    assert verify.allowed(lr[0], every) == (
-        pytest.approx(5 * stdev(wild)),
-        said,
-    )  # of its own arm
-    lucky = rows("ER", [0.8, 0.8001])
-    assert verify.allowed(lucky[0], every + lucky)[0] == pytest.approx(
-        5 * stdev(calm)
-    )  # the median of the arms
-    assert verify.allowed(cr[0], rows("CR", [0.8] * 4))[0] == pytest.approx(0.005)
-    for few in (
-        [],
-        cr[:1],
-        cr[:2] + rr[:2],
-        rows("CR", calm, "cifar10"),
-    ):  # one recipe, three degrees of freedom
+    values, spread_values = [0.80, 0.81, 0.82, 0.83], [0.5, 0.7, 0.9]
+    cr, lr, rr = (
+        rows_of("CR", values),
+        rows_of("LR", spread_values),
+        rows_of("RR", values),
+    )
+    er = rows_of("ER", [0.8, 0.8001])
+    rows = cr + lr + rr
+    reason = "5 standard deviations between seeds"
+    tolerance = pytest.approx(5 * stdev(values))
+    assert verify.allowed(cr[0], rows) == (tolerance, reason)
+    own = pytest.approx(5 * stdev(spread_values))
+    assert verify.allowed(lr[0], rows) == (own, reason)  # of its own arm
+    assert verify.allowed(er[0], rows + er)[0] == tolerance  # the median of the arms
+    equal_rows = rows_of("CR", [0.8] * 4)
+    assert verify.allowed(cr[0], equal_rows)[0] == pytest.approx(0.005)
+    # One recipe, three degrees of freedom.
+    for few in ([], cr[:1], cr[:2] + rr[:2], rows_of("CR", values, "cifar10")):
         assert verify.allowed(cr[0], few) == (0.05, "without seeds to compare")
-    (text,) = rows("CR", [80.0], "pydoc", "perplexity")
+    (text,) = rows_of("CR", [80.0], "pydoc", "perplexity")
     assert verify.allowed(text, [])[0] == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(
-    ("off", "verdict"), [(1.45, "within tolerance"), (1.47, "NOT REPRODUCED")]
-)
-def test_verify_first_loss_tolerance_derives_from_seeds(off, verdict, row):
+@pytest.mark.parametrize(("factor", "is_within"), [(1.45, True), (1.47, False)])
+def test_verify_first_loss_tolerance_derives_from_seeds(factor, is_within, row, rerun):
     rows = [copy.deepcopy(row) for _ in range(4)]
-    for other, factor in zip(
-        rows, (0.6, 0.6, 1.4, 1.4), strict=True
-    ):  # their standard deviation is .46
-        other["loss"][0] *= factor
-    found = copy.deepcopy(row)
+    for other, scale in zip(rows, (0.6, 0.6, 1.4, 1.4), strict=True):
+        other["loss"][0] *= scale  # their standard deviation is .46
     row["provenance"]["machine"]["cpu"] = "another"
-    found["loss"][0] *= off
-    finding = verify.compare(row, found, rows)
-    assert finding.verdict == verdict
+    rerun["loss"][0] *= factor
+    finding = verify.compare(row, rerun, rows)
+    assert (finding.verdict == "within tolerance") == is_within
     assert "(46% allowed: a standard deviation between seeds)" in finding.said[0]
 
 
 @pytest.mark.slow
 def test_verify_tolerance_excludes_rounding_down(tmp_path, monkeypatch):
     rows = load_rows(results_dir() / "image_digits.jsonl")
-    row = next(
-        r
-        for r in rows
-        if r["spec"]["arm"] == "static 4" and r["spec"]["recipe"]["model"] == "mlp6"
+    (row, *_) = (
+        row
+        for row in rows
+        if row["spec"]["arm"] == "static 4" and row["spec"]["recipe"]["model"] == "mlp6"
     )
     row["provenance"]["machine"]["cpu"] = "another one"  # else every bit would count
-    right = rounding.round_to_grid
+    round_to_grid = rounding.round_to_grid
 
-    def down(x, low, width, steps, key, clip):
-        return right(
-            x if key is not None else x - width / steps / 2,
-            low,
-            width,
-            steps,
-            key,
-            clip,
-        )
+    def round_down(x, low, width, steps, key, clip):
+        x = x if key is not None else x - width / steps / 2
+        return round_to_grid(x, low, width, steps, key, clip)
 
-    monkeypatch.setattr(rounding, "round_to_grid", down)
+    monkeypatch.setattr(rounding, "round_to_grid", round_down)
+    spec = RunSpec.from_dict(row["spec"])
     with backend.reference():
-        (found,) = run_grid(
-            [RunSpec.from_dict(row["spec"])],
-            tmp_path / "again.jsonl",
-            workers=0,
-            progress=False,
-        )
-    finding = verify.compare(row, found, rows)
+        (rerun,) = run_grid([spec], tmp_path / "again.jsonl", workers=0)
+    finding = verify.compare(row, rerun, rows)
     assert finding.differs
     assert finding.verdict == "NOT REPRODUCED"
-    assert verify.final(found) < verify.final(row) - verify.allowed(row, rows)[0]
+    assert verify.final(rerun) < verify.final(row) - verify.allowed(row, rows)[0]
 
 
 def test_verify_tolerance_uses_seeds_of_committed_rows(tmp_path, monkeypatch):
     specs = designs.quality_cost(
         "demo", "digits", schedules=["CR"], static_bits=[], seeds=range(4)
     )
-    rows = [
-        stored_row(spec, value)
-        for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)
-    ]
+    values = [0.5, 0.6, 0.7, 0.8]
+    rows = [stored_row(s, value) for s, value in zip(specs, values, strict=True)]
     write_rows(tmp_path / "all.jsonl", *rows)
     (tmp_path / "elsewhere").mkdir()
-    one = write_rows(tmp_path / "elsewhere" / "one.jsonl", rows[0])
+    sample = verify.sample(write_rows(tmp_path / "elsewhere" / "one.jsonl", rows[0]))
     monkeypatch.setattr(verify, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(verify, "run_again", lambda row: row)
     monkeypatch.setattr(
-        verify, "compare", lambda row, found, known: verify.allowed(row, known)
+        verify, "compare", lambda row, rerun, known: verify.allowed(row, known)
     )
-    assert (
-        verify.allowed(rows[0], verify.sample(one).rows)[1]
-        == "without seeds to compare"
-    )
-    assert list(verify.verify(verify.sample(one))) == [verify.allowed(rows[0], rows)]
-    assert verify.allowed(rows[0], rows)[1] == "5 standard deviations between seeds"
+    assert verify.allowed(rows[0], sample.rows)[1] == "without seeds to compare"
+    tolerance = verify.allowed(rows[0], rows)
+    assert list(verify.verify(sample)) == [tolerance]
+    assert tolerance.reason == "5 standard deviations between seeds"
 
 
 def test_verify_reruns_with_stored_threads_and_device(row, monkeypatch):
     """Rerun a row with its threads, device, kernels and switches."""
-    asked, names = [], ("CPT_KERNELS", "CPT_PRODUCTS", "CPT_DETERMINISTIC")
+    calls, names = [], ("CPT_KERNELS", "CPT_PRODUCTS", "CPT_DETERMINISTIC")
     monkeypatch.setattr(verify.gemm_backend, "has_onednn_matmul", lambda: True)
     for name in names:
         monkeypatch.delenv(name, raising=False)
 
-    def grid(specs, store, *, workers, progress, **options):
-        asked.append((*map(os.environ.get, names), *options.values()))
-        assert ([spec.key for spec in specs], workers, progress, list(options)) == (
-            [row["key"]],
-            1,
-            False,
-            ["threads", "device"],
-        )
+    def grid(specs, store, *, workers, progress, threads, device):
+        calls.append((*map(os.environ.get, names), threads, device))
+        assert [spec.key for spec in specs] == [row["key"]]
+        assert (workers, progress) == (1, False)
         return [row]
 
     monkeypatch.setattr(verify, "run_grid", grid)
@@ -396,10 +340,9 @@ def test_verify_reruns_with_stored_threads_and_device(row, monkeypatch):
     row["provenance"]["machine"]["switches"] = {"CPT_DETERMINISTIC": "1"}
     verify.run_again(row)
     monkeypatch.setenv("CPT_KERNELS", "cpp")
-    verify.run_again(
-        row | {"device": "some GPU", "provenance": {"kernels": "reference"}}
-    )
-    assert asked == [  # rows that name no library are older than the choice
+    of_gpu = {"device": "some GPU", "provenance": {"kernels": "reference"}}
+    verify.run_again(row | of_gpu)
+    assert calls == [  # rows that name no library are older than the choice
         ("reference", "torch", None, 3, "cpu"),
         (None, "onednn", "1", 3, "cpu"),
         ("cpp", "torch", None, 1, "cuda"),
@@ -407,7 +350,9 @@ def test_verify_reruns_with_stored_threads_and_device(row, monkeypatch):
     assert not {"CPT_PRODUCTS", "CPT_DETERMINISTIC"} & set(os.environ)
 
 
-# --- which rows, and the command ------------------------------------------------------------------
+# --- samples, and the command ---------------------------------------------------------------------
+
+
 def test_verify_samples_rows_randomly_or_cheapest(tmp_path):
     specs, store = specs_of("CR", seeds=range(12)), tmp_path / "rows.jsonl"
     rows = [stored_row(s, 0.5, seconds=20.0 - i) for i, s in enumerate(specs)]
@@ -415,8 +360,9 @@ def test_verify_samples_rows_randomly_or_cheapest(tmp_path):
     rows[10] |= {"status": "diverged"}
     write_rows(store, *rows)
 
-    def seeds(**how):
-        return [row["spec"]["seed"] for row in verify.sample(store, **how).picked]
+    def seeds(**options):
+        picked = verify.sample(store, **options).picked
+        return [row["spec"]["seed"] for row in picked]
 
     assert seeds(rows=3, cheapest=True) == [10, 9, 8]
     assert sorted(seeds(rows=99)) == list(range(11))
@@ -424,62 +370,70 @@ def test_verify_samples_rows_randomly_or_cheapest(tmp_path):
     assert seeds(seed=1) == seeds(seed=1)
     assert len({tuple(seeds(seed=s)) for s in range(6)}) == 6
     refused("rows must be a whole number of at least 1, got 0", verify.sample, store, 0)
-    refused(
-        "there is no file",
-        verify.sample,
-        tmp_path / "none.jsonl",
-        error=FileNotFoundError,
-    )
+    nowhere = tmp_path / "none.jsonl"
+    refused("there is no file", verify.sample, nowhere, error=FileNotFoundError)
     write_rows(store, rows[11])
     refused("has no finished row", verify.sample, store)
-
-
-def test_verify_command_exits_1_if_not_reproduced(command, as_stored, stored, tmp_path):
-    assert command("verify", stored, "--rows", 1)[0] == 0
-    rows = load_rows(stored)
-    change(rows[1], "loss", 0)
-    store = write_rows(tmp_path / "rows.jsonl", *rows)
-    status, said, _ = command("verify", stored, store)
-    assert status == 1
-    assert "LR seed 0: NOT REPRODUCED: loss 1 of 10 is " in said
-    assert "3 bit for bit, 1 NOT REPRODUCED by commit " in said
-    assert len(as_stored) == 5
-
-
-def test_verify_command_names_missing_data_first(
-    command, as_stored, stored, data_folder
-):
-    spec = smoke_spec("digits")
-    spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
-    far = write_rows(data_folder / "far.jsonl", stored_row(spec, 0.5))
-    status, said, error = command("verify", stored, far)
-    assert (status, said, as_stored) == (2, "", [])
-    assert f"{far}: cifar10 is not in {data_folder}; get it with: " in error
-    assert "--skip-missing" in error
-    status, said, _ = command("verify", far, stored, "--skip-missing")
-    assert (status, len(as_stored)) == (0, 2)
-    lines = said.splitlines()
-    assert lines[-2].startswith(f"skipped {far}: cifar10 is not in ")
-    assert lines[-1].endswith("; 1 of 2 stores skipped")
 
 
 def test_verify_sample_of_gpu_row_needs_gpu(row, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     store = write_rows(tmp_path / "rows.jsonl", row | {"device": "some GPU"})
-    assert (
-        verify.sample(store).missing
-        == f"{row['key']} ran on some GPU, and torch sees no CUDA device here"
-    )
+    reason = "ran on some GPU, and torch sees no CUDA device here"
+    assert verify.sample(store).missing == f"{row['key']} {reason}"
+
+
+def test_verify_command_reproduces_rows_bit_for_bit(command, store, monkeypatch):
+    def run_here(*arguments, workers, **options):
+        return run_grid(*arguments, workers=0, **options)
+
+    monkeypatch.setattr(verify, "run_grid", run_here)
+    status, out, _ = command("verify", store)
+    assert status == 0
+    integrity, cost, _, *findings, summary = out.splitlines()
+    assert integrity == "0 of 3 rows intact, 3 have no digest"
+    assert cost.startswith("2 rows of 1 stores to run again; they took ")
+    texts = sorted(line.split(maxsplit=1)[1] for line in findings)
+    assert texts == ["CR seed 0: bit for bit", "LR seed 0: bit for bit"]
+    assert summary.startswith("2 bit for bit by commit ")
+
+
+def test_verify_command_exits_1_if_not_reproduced(command, reruns, store, tmp_path):
+    assert command("verify", store, "--rows", 1)[0] == 0
+    rows = load_rows(store)
+    change(rows[1], "loss", 0)
+    changed = write_rows(tmp_path / "rows.jsonl", *rows)
+    status, out, _ = command("verify", store, changed)
+    assert status == 1
+    assert "LR seed 0: NOT REPRODUCED: loss 1 of 10 is " in out
+    assert "3 bit for bit, 1 NOT REPRODUCED by commit " in out
+    assert len(reruns) == 5
+
+
+def test_verify_command_names_missing_data_first(command, reruns, store, data_folder):
+    spec = smoke_spec("digits")
+    spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
+    far = write_rows(data_folder / "far.jsonl", stored_row(spec, 0.5))
+    status, out, error = command("verify", store, far)
+    assert (status, out, reruns) == (2, "", [])
+    assert f"{far}: cifar10 is not in {data_folder}; get it with: " in error
+    assert "--skip-missing" in error
+    status, out, _ = command("verify", far, store, "--skip-missing")
+    assert (status, len(reruns)) == (0, 2)
+    *_, skipped, summary = out.splitlines()
+    assert skipped.startswith(f"skipped {far}: cifar10 is not in ")
+    assert summary.endswith("; 1 of 2 stores skipped")
 
 
 def test_verify_tolerances_are_stated_on_results_page():
     page = (ROOT / "book" / "results.md.j2").read_text()
-    for words in (
+    percent = 100 * verify.BAND
+    for text in (
         f"losses within {100 * verify.FIRST_LOSS:.0f} %",
         f"within {verify.SPREADS} standard deviations between seeds",
-        f"{verify.BAND} of accuracy and mAP (shares of 1), {100 * verify.BAND:.0f} % of the perplexity",
+        f"{verify.BAND} of accuracy and mAP (shares of 1), {percent:.0f} % of the perplexity",
     ):
-        assert words in page
+        assert text in page
 
 
 def test_synthetic_rows_have_fields_of_real_rows(row):
