@@ -243,7 +243,7 @@ def restartable_trainings(
 
     training = None
     former_bits = [
-        (layer, layer.active_levels, layer.highest, layer.owning_scheduler)
+        (layer, layer.active_levels, layer.highest)
         for layer in all_precisions(model).values()
     ]
     former_gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -258,10 +258,9 @@ def restartable_trainings(
             training.reset()
         for parameter, gradient in former_gradients:
             parameter.grad = gradient
-        for layer, levels, highest, scheduler in former_bits:
+        for layer, levels, highest in former_bits:
             layer.active_levels = levels
             layer.highest = highest
-            layer.owning_scheduler = scheduler
         if convert:
             restore_(model)
 
