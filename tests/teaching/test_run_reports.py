@@ -32,9 +32,14 @@ def test_print_runs_summarises_runs_in_one_line(capsys):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Return the figures and tables that a notebook would display."""
+    """Return the figures and tables that a notebook would display, of two made-up claims."""
     displayed = []
     monkeypatch.setattr(run_reports, "display", displayed.append)
+    texts = ["cycles are better", "cycles are worse"]
+    claims = pd.DataFrame({"the paper says": texts, "verdict": ["holds", "not run"]})
+    monkeypatch.setattr(
+        run_reports.reproduction, "claims_table", lambda topic, runs: claims
+    )
     return displayed
 
 
@@ -56,7 +61,8 @@ def test_compare_with_paper_pairs_equal_cost_baselines(capsys, shown):
     ]
     figure, table = shown
     assert "static 8 reaches" in " ".join(text.get_text() for text in figure.texts)
-    assert "the paper says" in table.html()
+    assert "cycles are better" in table.html()
+    assert "cycles are worse" not in table.html()
     compare_with_paper(rows[rows.arm == "RR"])
     line = "RR (cost 0.40): no static precision ran within 10 % of its cost"
     assert report_lines(capsys)[1:] == [line]
