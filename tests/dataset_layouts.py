@@ -52,11 +52,13 @@ def own_recipe(task, dataset="mine/", **changes):
 
 
 def write(folder, files):
-    """Write files into a folder; return it."""
+    """Write files into a folder; return it. A name that ends in a slash makes an empty folder."""
     for name, content in files.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        parent = path if name.endswith("/") else path.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        if path != parent:
+            path.write_bytes(content)
     return folder
 
 

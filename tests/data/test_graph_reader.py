@@ -386,14 +386,6 @@ def test_graph_reader_names_missing_files(data_folder):
     refused("holds no graph", load_graph, own_recipe("graph"))
 
 
-def test_graph_reader_logs_notices(data_folder, caplog):
-    with caplog.at_level("INFO"):
-        found = load_archive(data_folder, edge_weight=np.ones(150))
-    assert found.report.notices
-    for topic, text in found.report.notices:
-        assert f"mine/g.npz: {topic}: {text}" in caplog.messages
-
-
 # --- embedded and random graphs -------------------------------------------------------------------
 
 

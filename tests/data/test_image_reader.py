@@ -186,6 +186,7 @@ def split_folder_cases():
         "beside the splits": files | pictures(*beside) | {"old.npz": b"x"},
         "folders of notebooks": files
         | pictures("val/dog/.ipynb_checkpoints/1.png", "val/.ipynb_checkpoints/2.png"),
+        "empty folders": files | {"more/": b"", "train/.ipynb_checkpoints/": b""},
         "classes without a test image": train | selected(files, "val/dog"),
         "images of val without classes": train | pictures("val/1.png", "val/2.png"),
         "Tiny ImageNet": train
@@ -197,6 +198,7 @@ def split_folder_cases():
         "a split by another name": renamed(files, "val/", "dev/"),
         "no training images": selected(files, "val"),
         "a class without an image": files | {"train/empty/notes.txt": b"cats"},
+        "an empty class": files | {"train/empty/": b""},
         "one class": selected(files, "cat"),
         "tested on training images": train | renamed(train, "train", "val"),
         "a copy in another class of the test": files
@@ -297,14 +299,6 @@ def test_image_archives_report_unusual_arrays(data_folder, golden):
 )
 def test_image_reader_names_missing_data(dataset, message, data_folder):
     refused(message, load_images, small(dataset), error=(ValueError, DataNotFoundError))
-
-
-def test_image_reader_logs_notices_once(data_folder, caplog):
-    with caplog.at_level("INFO", logger="cpt_lab.data.images"):
-        found = load_own(data_folder, "image", pets() | {"cat/a.heic": b"x"})
-    logged = [record.getMessage() for record in caplog.records]
-    assert logged == [f"mine/: {topic}: {text}" for topic, text in found.report.notices]
-    assert any("1 file .heic" in line for line in logged)
 
 
 def test_image_reader_skips_circular_links_and_pipes(data_folder):

@@ -186,10 +186,15 @@ def test_readers_report_stray_files(data_folder, golden):
 
 
 @pytest.mark.parametrize("name", LAYOUTS_OF_FOLDERS)
-def test_readers_skip_hidden_files(name, data_folder):
+def test_readers_skip_and_log_hidden_files(name, data_folder, caplog):
     layout = LAYOUTS[name]
     before = load_own(data_folder, layout.task, layout.files())
-    after = load_own(data_folder, layout.task, hidden_files(layout))
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        after = load_own(data_folder, layout.task, hidden_files(layout))
+    notices = [f"mine/: {topic}: {text}" for topic, text in after.report.notices]
+    assert [line for line in caplog.messages if line.startswith("mine/")] == notices
+    assert any("hidden" in line for line in notices)
     assert after.checksum == before.checksum
     assert split_sizes(after) == split_sizes(before)
 

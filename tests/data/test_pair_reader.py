@@ -1,15 +1,16 @@
 """Readers of sentence pairs: layouts, labels, languages, reports and errors; the grammar of the templates."""
 
-import functools
 import json
 import random
 import socket
+from functools import partial
 
 import pandas as pd
 import pyarrow.parquet
 import pytest
 from dataset_layouts import (
     PAIR_COUNTS,
+    PAIR_FORMS,
     describe_cases,
     load_own,
     own_recipe,
@@ -30,7 +31,7 @@ from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.registry import recipe
 
-small = functools.partial(own_recipe, "entailment")
+small = partial(own_recipe, "entailment")
 
 
 @pytest.fixture(autouse=True)
@@ -116,38 +117,6 @@ def test_entailment_reader_loads_hub_layout(shards, data_folder):
     assert found.title == "own pairs (mine), de, 6 training pairs"
 
 
-@pytest.mark.parametrize(
-    "folder", ["data", "plain_text", "default", "all_languages", "mnli", ""]
-)
-def test_entailment_reader_accepts_hub_config_folders(folder, data_folder):
-    files = {
-        f"{folder}/{name.removeprefix('en/')}".strip("/"): file
-        for name, file in hub_files("en").items()
-    }
-    found = load_pairs(data_folder, files)
-    assert_plain(found)
-    assert found.title == "own pairs (mine), 6 training pairs"
-    check_data(small())
-
-
-@pytest.mark.parametrize(
-    ("ending", "valid"),
-    [
-        ("parquet", "validation"),
-        ("jsonl", "validation"),
-        ("json", "validation"),
-        ("tsv", "validation"),
-        ("csv", "validation"),
-        ("csv", "valid"),
-        ("csv", "dev"),
-    ],
-)
-def test_entailment_reader_loads_flat_files(ending, valid, data_folder):
-    found = load_pairs(data_folder, pair_files(ending, valid))
-    assert_plain(found)
-    assert found.title == "own pairs (mine), 6 training pairs"  # of no language
-
-
 def snli_columns(split, rows):
     """Name columns and labels as SNLI does."""
     names = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
@@ -164,19 +133,6 @@ def all_languages(split, rows):
     ]
     columns = {"premise": premises, "hypothesis": hypotheses, "label": rows.label}
     return pd.DataFrame(columns)
-
-
-@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
-def test_entailment_reader_loads_all_languages_rows(ending, data_folder):
-    found = load_pairs(data_folder, change=all_languages, ending=ending)
-    assert_plain(found)
-    both = load_entailment(small(language="de", test_languages=("de", "en")))
-    assert both.train.premise.iloc[0] == 'de "en train premise 0'
-    assert both.valid.hypothesis.iloc[1] == "de validation hypothesis 1, NA"
-    assert both.test["en"].hypothesis.iloc[1] == "test hypothesis 1, NA"
-    assert both.title == "own pairs (mine), de, 6 training pairs"
-    message = "no train pairs in fr; there is de, en"
-    refused(message, load_entailment, small(language="fr"))
 
 
 def words_as_labels(split, rows):
@@ -200,20 +156,15 @@ def float_labels(split, rows):
     return rows.assign(label=rows.label / 1.0)
 
 
-@pytest.mark.parametrize("change", [snli_columns, float_labels])
-def test_entailment_reader_accepts_other_columns(change, data_folder):
-    assert_plain(load_pairs(data_folder, change=change))
+def config_folder(name):
+    """Return the layout of the hub for a data set of one language."""
+    files = hub_files("en")
+    return {f"{name}/{path.removeprefix('en/')}": files[path] for path in files}
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        ("entailment", "neutral", "contradiction"),
-        ("contradiction", "entailment", "neutral"),
-    ],
-)
-def test_entailment_reader_follows_parquet_label_names(order, data_folder):
-    features = {"label": {"names": list(order), "_type": "ClassLabel"}}
+def label_order(*order):
+    """Return parquet files whose metadata give the order of the labels."""
+    features = {"label": {"names": order, "_type": "ClassLabel"}}
     metadata = {b"huggingface": json.dumps({"info": {"features": features}})}
     files = {}
     for split in PAIR_COUNTS:
@@ -223,9 +174,43 @@ def test_entailment_reader_follows_parquet_label_names(order, data_folder):
         out = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(table, out)
         files[f"{split}.parquet"] = out.getvalue().to_pybytes()
-    found = load_pairs(data_folder, files)
+    return files
+
+
+PLAIN_LAYOUTS = {
+    **{ending: partial(pair_files, ending) for ending in PAIR_FORMS},
+    **{valid: partial(pair_files, "csv", valid) for valid in ("valid", "dev")},
+    **{
+        name: partial(config_folder, name)
+        for name in ("data", "plain_text", "default", "all_languages", "mnli", ".")
+    },
+    "SNLI": partial(pair_files, change=snli_columns),
+    "float labels": partial(pair_files, change=float_labels),
+    "all languages in jsonl": partial(pair_files, change=all_languages),
+    "all languages in parquet": partial(pair_files, "parquet", change=all_languages),
+    "labels in our order": partial(label_order, *PAIR_LABELS),
+    "labels in another order": partial(label_order, *PAIR_LABELS[::-1]),
+}
+
+
+@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
+def test_entailment_reader_loads_layout(layout, data_folder):
+    found = load_pairs(data_folder, PLAIN_LAYOUTS[layout]())
+    check_data(small())
     assert_plain(found)
-    assert "labels 0, 1, 2" not in str(found.report)
+    has_words = any(word in layout for word in ("SNLI", "labels in"))
+    assert ("labels 0, 1, 2" in str(found.report)) != has_words
+
+
+def test_entailment_reader_selects_language_of_row(data_folder):
+    languages = {"language": "de", "test_languages": ("de", "en")}
+    found = load_pairs(data_folder, change=all_languages, **languages)
+    assert found.train.premise.iloc[0] == 'de "en train premise 0'
+    assert found.valid.hypothesis.iloc[1] == "de validation hypothesis 1, NA"
+    assert found.test["en"].hypothesis.iloc[1] == "test hypothesis 1, NA"
+    assert found.title == "own pairs (mine), de, 6 training pairs"
+    message = "no train pairs in fr; there is de, en"
+    refused(message, load_entailment, small(language="fr"))
 
 
 def test_entailment_reader_draws_reproducible_subset(data_folder):
@@ -445,14 +430,6 @@ def test_entailment_reader_names_missing_data(data_folder):
     refused(message, load_entailment, small())
     message = "unknown dataset 'snli'; choose from templates, xnli, or files of y"
     refused(message, load_entailment, small("snli"))
-
-
-def test_entailment_reader_logs_notices(data_folder, caplog):
-    with caplog.at_level("INFO"):
-        found = load_pairs(data_folder, change=put("train", 0, "label", -1))
-    for topic, text in found.report.notices:
-        assert f"mine/: {topic}: {text}" in caplog.messages
-    assert "1 pairs without an agreed label left out" in caplog.text
 
 
 def test_entailment_reader_counts_shared_xnli_pairs(data_folder):

@@ -335,14 +335,6 @@ def test_text_reader_reports_unusual_content(data_folder, golden):
     golden("data/text.txt", describe_cases(data_folder, "language_model", cases))
 
 
-def test_text_reader_logs_notices(data_folder, caplog):
-    with caplog.at_level("INFO"):
-        found = load_own(data_folder, "language_model", texts(), vocabulary=5)
-    assert found.report.notices
-    for topic, fact in found.report.notices:
-        assert f"mine/: {topic}: {fact}" in caplog.messages
-
-
 def test_long_lines_have_five_words():
     assert long_lines("a b c d\na  b\tc d e\n") == ["a b c d e"]
 

@@ -132,6 +132,14 @@ def test_voc_reader_loads_official_layout(dataset, data_folder):
     assert found.test[0].labels.tolist() == [0]
 
 
+def test_read_annotated_image_of_any_folder(tmp_path):
+    write(tmp_path, annotated_picture("a", voc_object(), ending=".png"))
+    image, xml = tmp_path / "JPEGImages/a.png", tmp_path / "Annotations/a.xml"
+    read = detection.read_annotated_image(image, xml, ("dog", "cat"))
+    assert (read.boxes.tolist(), read.labels.tolist()) == ([[1, 1, 20, 20]], [1])
+    refused("unknown class 'cat'", detection.read_annotated_image, image, xml, ("dog",))
+
+
 def test_voc_reader_ignores_trailing_bytes(data_folder):
     """Accept bytes after the end of an image, and reject a truncated image when it is read."""
     files = voc_folder()
@@ -196,6 +204,24 @@ def voc_cases():
         ),
     }
     second_image = pictures("JPEGImages/a.png", size=(30, 40))
+    wrong_objects = {  # of the 40 x 30 pixels
+        "a box two pixels outside": ("cat", (1, 1, 42, 30)),
+        "a box counted from 0": ("cat", (0, 1, 9, 9)),
+        "a box counted from 0 at the top": ("cat", (5, 0, 9, 9)),
+        "a box at -1": ("cat", (-1, 5, 9, 9)),
+        "a box outside by a fraction": ("cat", (5, 5, 9, 32.5)),
+        "a box behind the image": ("cat", (41, 5, 41, 9)),
+        "a box that ends before it begins": ("cat", (10, 10, 9, 20)),
+        "a box upside down": ("cat", (10, 30, 20, 10)),
+        "a corner of NaN": ("cat", ("nan", 1, 9, 9)),
+        "a corner in words": ("cat", ("ten", 1, 9, 9)),
+        "an unknown class": ("dog", BOX),
+        "no class": ("", BOX),
+    }
+    wrong = {
+        name: {"Annotations/e.xml": annotation(voc_object(), voc_object(*wrong_object))}
+        for name, wrong_object in wrong_objects.items()
+    }
     return {
         "sound": files,
         "not listed": files | annotated_picture("z", voc_object()),
@@ -257,6 +283,7 @@ def voc_cases():
         | dict.fromkeys(
             (f"Annotations/{i}.xml" for i in "abcd"), annotation(voc_object(""))
         ),
+        **{name: files | change for name, change in wrong.items()},
         "no object that counts in the test": files
         | {
             "Annotations/e.xml": annotation(),
@@ -267,39 +294,6 @@ def voc_cases():
 
 def test_voc_reader_reports_unusual_content(data_folder, golden):
     golden("data/voc.txt", describe_cases(data_folder, "detection", voc_cases()))
-
-
-@pytest.mark.parametrize(
-    ("name", "box", "message"),
-    [
-        ("cat", (1, 1, 42, 30), r"\(1, 1\) to \(42, 30\) is not inside the 40 x 30 im"),
-        ("cat", (0, 1, 9, 9), "VOC counts pixels from 1, .* from 0; add 1 to"),
-        ("cat", (5, 0, 9, 9), "probably from 0; add 1 to xmin and ymin"),
-        ("cat", (-1, 5, 9, 9), "is not inside the 40 x 30 image"),
-        ("cat", (5, 5, 9, 32.5), "is not inside"),
-        ("cat", (41, 5, 41, 9), "is not inside"),
-        ("cat", (10, 10, 9, 20), "has no area"),
-        ("cat", (10, 30, 20, 10), "has no area"),
-        ("cat", ("nan", 1, 9, 9), "bndbox/xmin must be a number, got 'nan'"),
-        ("cat", ("ten", 1, 9, 9), "bndbox/xmin must be a number, got 'ten'"),
-        ("dog", BOX, "unknown class 'dog'; the classes are cat"),
-        ("", BOX, "unknown class ''"),
-    ],
-)
-def test_voc_reader_rejects_invalid_objects(name, box, message, data_folder):
-    """Name the file and the number of an invalid object."""
-    objects = annotation(voc_object(), voc_object(name, box))
-    files = voc_folder() | {"Annotations/e.xml": objects}
-    with pytest.raises(ValueError, match=rf"e\.xml, object 2.*{message}"):
-        load_own(data_folder, "detection", files)
-
-
-def test_voc_reader_logs_notices(data_folder, caplog):
-    with caplog.at_level("INFO"):
-        found = load_own(data_folder, "detection", voc_folder() | {"a.heic": b"x"})
-    for topic, text in found.report.notices:
-        assert f"mine/: {topic}: {text}" in caplog.messages
-    assert "a.heic" in caplog.text
 
 
 @pytest.mark.parametrize(
