@@ -296,6 +296,14 @@ OPERATIONS = {
         [None, LAST],
         lambda bits, m, x: attend(bits, x, x, x),
     ),
+    "attention, three inputs": OperationSample(
+        lambda m, x, y, z: sdpa(x, y, z),
+        NO_WEIGHT,
+        [Y, Y, Y],
+        [108, 108],
+        [None, LAST, LAST, LAST],
+        lambda bits, m, x, y, z: attend(bits, x, y, z),
+    ),
     "attention, causal": OperationSample(
         lambda m, x: sdpa(x, x, x, is_causal=True, scale=2.0),
         NO_WEIGHT,

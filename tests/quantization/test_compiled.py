@@ -197,20 +197,6 @@ def test_compiled_and_eager_scheduler_states_match(compiled):
 
 
 @pytest.mark.slow
-def test_compiled_graph_serves_bits_cached_elsewhere(compiled):
-    """Reuse a graph for bits whose formats a second model has cached."""
-    other, x = quantize_(nn.Linear(8, 8)), torch.randn(2, 8)
-    model = copy.deepcopy(other)
-    run, counter = compiled(model)
-    with precision(other, 5, 7):
-        other(x)
-    for bits in (3, 5, 7):
-        with precision(model, bits, 7):
-            run(x)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
     not fake_quantize.COMPILED_KEYS_COUNT,
     reason="compilers of this release take other noise",

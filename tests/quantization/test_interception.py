@@ -19,7 +19,6 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
-from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.models.swin_transformer import (
     PatchMergingV2,
     SwinTransformer,
@@ -241,13 +240,6 @@ CHILDREN = {  # name -> model, shape of inputs, end of selected names, their num
     "Swin": (swin, (1, 3, 32, 32), "attn.qkv", 2),
     "Swin v2": (swin_v2, (1, 3, 32, 32), "attn.proj", 2),
     "multi-head attention": (attends, (2, 3, 8), "out_proj", 1),
-    "linear": (lambda: uses_weight(nn.Linear(8, 8), F.linear), (3, 8), "child", 1),
-    "matmul": (
-        lambda: uses_weight(nn.Linear(8, 8), lambda x, w: x @ w.t()),
-        (3, 8),
-        "child",
-        1,
-    ),
     "convolution": (
         lambda: uses_weight(nn.Conv1d(2, 2, 1), F.conv1d),
         (3, 2, 8),
@@ -493,20 +485,6 @@ def test_fx_graph_traced_after_conversion_is_quantized_or_warns(name):
     else:
         with precision(traced, 3):
             assert torch.equal(traced(x), expected)
-
-
-@pytest.mark.parametrize("is_traced_first", [True, False])
-def test_feature_extractor_is_quantized(is_traced_first):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 1))
-    expected, x = quantize_(copy.deepcopy(model)), normal(2, 2, 8)
-    if not is_traced_first:
-        quantize_(model)
-    extractor = create_feature_extractor(model, ["1", "2"])
-    if is_traced_first:
-        quantize_(extractor)
-    with precision(expected, 3), precision(extractor, 3):
-        assert torch.equal(extractor(x)["2"], expected(x))
 
 
 @pytest.mark.filterwarnings(

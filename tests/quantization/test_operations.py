@@ -97,6 +97,29 @@ def test_operation_price_equals_executed_macs(name):
 
 
 @all_operations
+def test_operation_gradient_macs_follow_trained_operands(name):
+    """Train one operand at a time, and compare executed, planned and counted MACs."""
+    module, inputs = OPERATIONS[name].build()
+    operands = [*inputs, module.w, module.b]
+    num_trained = 0
+    for trained in operands:
+        for x in operands:
+            x.requires_grad_(x is trained)
+        with precision(module, "float"):
+            y = module(*inputs)
+            if not y.requires_grad:  # the function does not use this operand
+                continue
+            with BitOpsLedger(module) as ledger:
+                module(*inputs).square().sum().backward()
+        num_trained += 1
+        plan = count_bitops(module, inputs, convention="per_op")
+        assert ledger.by_pass("per_op") == plan.by_pass
+        report = check(module, inputs, invariances=False)
+        assert report.ok or "bilinear" in name, report
+    assert num_trained >= len(inputs)
+
+
+@all_operations
 def test_operation_repeats_in_checkpoint_and_copy(name):
     module, inputs = OPERATIONS[name].build(NEAREST)
     again = copy.deepcopy(module)
