@@ -46,10 +46,7 @@ def forward(m, g, x):
 def dgl_model(conv=dgl.nn.GraphConv, *args):
     """Return a model written as users of DGL write it."""
     return FunctionModule(
-        forward,
-        conv1=conv(6, 16, *args),
-        conv2=conv(16, 4, *args),
-        out=nn.Linear(4, 3),
+        forward, conv1=conv(6, 16, *args), conv2=conv(16, 4, *args), out=nn.Linear(4, 3)
     )
 
 

@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import (
-    Standardised,
-    identical,
-    pictures,
-    refused,
-    run_command,
-    small,
-)
+from helpers import Standardised, identical, pictures, refused, run_command, small
 from torch import nn
 from torch.nn import functional
 

@@ -34,55 +34,26 @@ pytestmark = [
 # Data set and fields of a small run; waits of one optimizer step, and of the evaluation of both splits. Sampling and
 # detection (of one picture each) depend on their data at many places: theirs may fall, and then these numbers are to
 # be lowered.
+DETECTION = {"valid_images": 0, "test_images": 1, "evaluate_every": 0}
+TOKENS = {"train_tokens": 500, "valid_tokens": 100, "test_tokens": 100}
+PAIRS = {"train_pairs": 40, "valid_pairs": 10, "test_pairs": 10}
+QUANTIZED_SUMS = {"model": "gcn", "aggregation": "quantized"}
+EXACT_SAGE = {"model": "sage", "inference": "exact"}
+CONVOLUTIONS = {"model": "resnet8_w8", "crop": 1, "flip": True, "train_images": 100}
 RUNS = {
     "mlp": ("digits", {"model": "mlp6", "train_images": 200}, (0, 2)),
-    "images": (
-        "digits",
-        {"model": "resnet8_w8", "crop": 1, "flip": True, "train_images": 100},
-        (0, 2),
-    ),
+    "images": ("digits", CONVOLUTIONS, (0, 2)),
     "detection": (
         "digit-scenes",
-        {
-            "batch": 1,
-            "size": 32,
-            "train_images": 3,
-            "valid_images": 0,
-            "test_images": 1,
-            "evaluate_every": 0,
-        },
+        {"batch": 1, "size": 32, "train_images": 3} | DETECTION,
         (8, 31),
     ),
     "gcn": ("digits-graph", {"model": "gcn"}, (0, 2)),
-    "gcn, Q-Agg": (
-        "digits-graph",
-        {"model": "gcn", "aggregation": "quantized"},
-        (0, 2),
-    ),
+    "gcn, Q-Agg": ("digits-graph", QUANTIZED_SUMS, (0, 2)),
     "sage": ("digits-graph", {"model": "sage"}, (8, 18)),
-    "sage, exact": ("digits-graph", {"model": "sage", "inference": "exact"}, (8, 5)),
-    "lstm": (
-        "pydoc",
-        {
-            "length": 3,
-            "hidden": 8,
-            "train_tokens": 500,
-            "valid_tokens": 100,
-            "test_tokens": 100,
-        },
-        (0, 2),
-    ),
-    "bert": (
-        "templates",
-        {
-            "layers": 1,
-            "hidden": 16,
-            "train_pairs": 40,
-            "valid_pairs": 10,
-            "test_pairs": 10,
-        },
-        (0, 2),
-    ),
+    "sage, exact": ("digits-graph", EXACT_SAGE, (8, 5)),
+    "lstm": ("pydoc", {"length": 3, "hidden": 8} | TOKENS, (0, 2)),
+    "bert": ("templates", {"layers": 1, "hidden": 16} | PAIRS, (0, 2)),
 }
 
 
@@ -96,11 +67,16 @@ def start(spec, **options):
     return train(load_task_class(spec), spec, device=GPU, **options)
 
 
+def on_cpu(x):
+    return x.values_on_cpu if isinstance(x, PhantomTensor) else x
+
+
 def values(model):
-    return {
-        name: x.values_on_cpu if isinstance(x, PhantomTensor) else x
-        for name, x in model.state_dict().items()
-    }
+    return {name: on_cpu(x) for name, x in model.state_dict().items()}
+
+
+def outcome_of(run):
+    return run.status, run.metrics, run.bitops, run.history
 
 
 @pytest.mark.parametrize("name", ["images", "gcn, Q-Agg", "sage", "lstm"])
@@ -110,20 +86,15 @@ def test_gpu_training_stops_and_resumes(name, tmp_path):
         whole = start(spec)
         stop_at(3, spec, tmp_path / "run.pt", device=GPU)
         resumed = start(spec, checkpoint=tmp_path / "run.pt")
-        assert (resumed.history, resumed.metrics, resumed.bitops) == (
-            whole.history,
-            whole.metrics,
-            whole.bitops,
-        )
+        assert outcome_of(resumed) == outcome_of(whole)
         assert all(isinstance(p, PhantomTensor) for p in resumed.model.parameters())
         one, other = values(whole.model), values(resumed.model)
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert whole.status == "ok"
-    session = Session(
-        load_task_class(spec), spec
-    )  # the numbers of a GPU are not those of the CPU, but near to them
-    on_cpu = session.step(next(session.task.batches(0)), spec.recipe.lr)
-    assert whole.history["loss"][0] == pytest.approx(float(on_cpu), rel=1e-3)
+    # the numbers of a GPU are not those of the CPU, but near to them
+    session = Session(load_task_class(spec), spec)
+    loss = session.step(next(session.task.batches(0)), spec.recipe.lr)
+    assert whole.history["loss"][0] == pytest.approx(float(loss), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -185,49 +156,40 @@ def test_gpu_divergence_is_independent_of_read_interval(
 ):
     spec = spec_of("mlp", steps=8, evaluate_every=0)
 
-    def found(read_every, **options):
+    def diverge(read_every, **options):
         monkeypatch.undo()
         monkeypatch.setattr(loop, "LOSS_READ_INTERVAL", read_every)
         disturb(monkeypatch, at, value)
         run = start(spec, **options)
-        weights = [p.values_on_cpu for p in run.model.parameters()]
+        losses = run.history.pop("loss")
         return (
-            (
-                run.status,
-                run.metrics,
-                run.bitops,
-                run.history["step"],
-                run.history["bits"],
-            ),
-            weights,
-            run,
+            outcome_of(run),
+            losses,
+            [p.values_on_cpu for p in run.model.parameters()],
         )
 
     with Phantom():
-        outcome, weights, run = found(3)
-        at_once, same, other = found(1)
+        outcome, losses, weights = diverge(3)
+        outcome_at_once, losses_at_once, weights_at_once = diverge(1)
         # every step leaves a checkpoint, but none of a run that has diverged
-        found(3, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
-    assert outcome == at_once
-    assert outcome[0] == "diverged"
-    assert run.history["step"] == list(range(at + 1))
-    assert run.history["loss"][:at] == other.history["loss"][:at]
-    assert not math.isfinite(run.history["loss"][at])
-    assert [len(column) for column in run.history.values()] == [at + 1] * 4 + [0]
-    assert all(map(torch.equal, weights, same))
+        diverge(3, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
+    status, _, _, history = outcome
+    assert outcome == outcome_at_once
+    assert status == "diverged"
+    assert history["step"] == list(range(at + 1))
+    assert [len(column) for column in history.values()] == [at + 1] * 3 + [0]
+    assert losses[:at] == losses_at_once[:at]
+    assert len(losses) == at + 1
+    assert not math.isfinite(losses[at])
+    assert all(map(torch.equal, weights, weights_at_once))
     assert all(w.isfinite().all() for w in weights)
-    left = (
-        torch.load(tmp_path / "run.pt", weights_only=True)
-        if at
-        else {"state": {"step": 0, "status": "ok"}}
-    )
-    assert (left["state"]["step"], left["state"]["status"]) == (at, "ok")
+    if at:
+        state = torch.load(tmp_path / "run.pt", weights_only=True)["state"]
+        assert (state["step"], state["status"]) == (at, "ok")
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize(
-    "model", ["mlp", "gcn", "bert"]
-)  # SGD with momentum, Adam, AdamW
+@pytest.mark.parametrize("model", ["mlp", "gcn", "bert"])  # SGD, Adam, AdamW
 def test_non_finite_loss_changes_no_weight(model, device, monkeypatch):
     spec = spec_of(model)
     with Phantom() if device == GPU else nullcontext():
@@ -236,20 +198,22 @@ def test_non_finite_loss_changes_no_weight(model, device, monkeypatch):
         session.step(next(batches), 0.1)
         before = {name: x.clone() for name, x in values(session.model).items()}
         parameters = dict(session.model.named_parameters())
-        monkeypatch.setattr(
-            session.task, "loss", lambda *args: (loss(*args)[0] * math.nan, None)
-        )
+
+        def not_a_number(*args):
+            return loss(*args)[0] * math.nan, None
+
+        def are_unchanged():
+            after = values(session.model)
+            return [torch.equal(before[name], after[name]) for name in parameters]
+
+        monkeypatch.setattr(session.task, "loss", not_a_number)
         session.step(next(batches), 0.1)
         monkeypatch.setattr(session.task, "loss", loss)
         session.step(next(batches), 0.1)
-        after = values(session.model)
-        assert all(torch.equal(before[name], after[name]) for name in parameters)
+        assert all(are_unchanged())
         session.reset()
         session.step(next(batches), 0.1)
-        assert not all(
-            torch.equal(before[name], values(session.model)[name])
-            for name in parameters
-        )
+        assert not all(are_unchanged())
 
 
 def test_range_test_continues_after_diverged_precision(monkeypatch):
@@ -270,24 +234,17 @@ def test_range_test_continues_after_diverged_precision(monkeypatch):
 
 
 def test_gpu_session_needs_fused_optimizer(monkeypatch):
-    optimizer = ImageTask.optimizer
-    monkeypatch.setattr(
-        ImageTask,
-        "optimizer",
-        lambda task, model: (torch.optim.SGD(model.parameters()), None),
-    )
+    def unfused(task, model):
+        return torch.optim.SGD(model.parameters()), None
+
     spec = spec_of("mlp")
+    arguments = load_task_class(spec), spec
     with Phantom():
-        refused(
-            "on cuda:0 a task's optimizer must be fused, got SGD",
-            Session,
-            load_task_class(spec),
-            spec,
-            GPU,
-        )
-        Session(load_task_class(spec), spec, "cpu")
-        monkeypatch.setattr(ImageTask, "optimizer", optimizer)
-        Session(load_task_class(spec), spec, GPU)
+        Session(*arguments, GPU)
+        monkeypatch.setattr(ImageTask, "optimizer", unfused)
+        message = "on cuda:0 a task's optimizer must be fused, got SGD"
+        refused(message, Session, *arguments, GPU)
+        Session(*arguments, "cpu")
 
 
 @pytest.mark.parametrize(("first", "second"), [("cpu", GPU), (GPU, "cpu")])
