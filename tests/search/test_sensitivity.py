@@ -63,16 +63,9 @@ def test_sensitivity_lowers_one_bit_per_role():
         used.append({tuple(p.active_levels) for p in layer_precisions(model).values()})
         return train_step(step)
 
-    short = {**SHORT, "seeds": (0,)}
-    found = sensitivity(
-        model,
-        watched,
-        optimizer,
-        quality=lambda: next(answers),
-        estimate=False,
-        roles=True,
-        **short,
-    )
+    options = {**SHORT, "seeds": (0,), "estimate": False, "roles": True}
+    options["quality"] = lambda: next(answers)
+    found = sensitivity(model, watched, optimizer, **options)
     runs = [used[1 + i * 8 : 9 + i * 8] for i in range(9)]
     assert runs[0] == [{(3, 3, 8, 8)}] * 8
     wanted = [
@@ -88,14 +81,8 @@ def test_sensitivity_lowers_one_bit_per_role():
 def test_sensitivity_response_is_difference_to_base():
     model, train_step, optimizer, _ = problem()
     answers = iter([0.9, 0.7, 0.8, 0.85, 1.0, 0.5, 0.5, 0.4, 0.5, 0.6])
-    found = sensitivity(
-        model,
-        train_step,
-        optimizer,
-        quality=lambda: next(answers),
-        estimate=False,
-        **SHORT,
-    )
+    options = {"quality": lambda: next(answers), "estimate": False, **SHORT}
+    found = sensitivity(model, train_step, optimizer, **options)
     assert found.reference == (0.9, 0.5)
     assert found.in_windows == (pytest.approx((0.2, 0.1)), pytest.approx((0.0, 0.1)))
     assert found.in_groups == (pytest.approx((0.05, -0.1)), pytest.approx((0.0, -0.1)))
@@ -155,29 +142,6 @@ def test_sensitivity_keeps_training_mode_of_first_run():
     assert [m.training for m in model.modules()] == before
 
 
-@pytest.mark.parametrize("value", [None, "half", torch.ones(2)])
-def test_sensitivity_rejects_non_numeric_loss_and_quality(value):
-    model, train_step, optimizer, _ = problem()
-    measure = partial(sensitivity, model, optimizer=optimizer, **SHORT)
-    refused(
-        "train_step must return the loss, one number; got",
-        measure,
-        lambda step: (train_step(step), value)[1],
-    )
-    refused(
-        "what is larger when better, one number; got",
-        measure,
-        train_step,
-        quality=lambda: value,
-    )
-    refused(
-        "diverges at 3 bits.* or quality= gave no finite number",
-        measure,
-        train_step,
-        quality=lambda: INF,
-    )
-
-
 def test_sensitivity_groups_layers_by_count_or_patterns():
     model, train_step, optimizer, _ = problem()
     few = {
@@ -198,9 +162,10 @@ def test_sensitivity_groups_layers_by_count_or_patterns():
     refused(r"group \('0',\) has no layer that is left", cut, layers=("*", "0"))
 
 
+@pytest.mark.slow
 def test_recipe_sensitivity_uses_recipe_rate_and_validation():
     r = recipe("smoke", "digits")
-    few = dict(windows=1, layers=2, steps=10, seeds=(0,))
+    few = {"windows": 1, "layers": 2, "steps": 10, "seeds": (0,)}
     again = [recipe_sensitivity(r, estimate=e, **few) for e in (True, False)]
     assert (again[0].quality, again[0].steps, len(again[0].groups)) == (
         "accuracy",
@@ -347,44 +312,50 @@ def test_sensitivity_estimate_has_lstm_ranges_per_step():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("changes", "message"),
     [
         (
-            dict(base=9),
+            {"base": 9},
             "base, up to q_max, must be a whole number of at least 2 and at most 8, got 9",
         ),
-        (dict(windows=9), "windows, at most one a step, must be .* at most 8, got 9"),
-        (dict(seeds=3), "seeds must name at least one, as .* does; got 3"),
-        (dict(seeds=(1, 0, 1)), "seeds must differ"),
-        (dict(layers=[0, 4]), "layers must be a whole number, or patterns"),
-        (dict(quality="accuracy"), "quality must be a function without arguments"),
-        (dict(seeds=(-1,)), "each of seeds must be a whole number of at least 0"),
+        ({"windows": 9}, "windows, at most one a step, must be .* at most 8, got 9"),
+        ({"seeds": 3}, "seeds must name at least one, as .* does; got 3"),
+        ({"seeds": (1, 0, 1)}, "seeds must differ"),
+        ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),
+        ({"layers": [0, 4]}, "layers must be a whole number, or patterns"),
+        ({"quality": "accuracy"}, "quality must be a function without arguments"),
     ],
 )
-def test_sensitivity_rejects_invalid_arguments_before_training(change, said):
+def test_sensitivity_rejects_invalid_arguments_before_training(changes, message):
     model, train_step, optimizer, seen = problem()
-    refused(said, sensitivity, model, train_step, optimizer, **{**SHORT, **change})
+    refused(message, sensitivity, model, train_step, optimizer, **{**SHORT, **changes})
     assert not seen
 
 
+@pytest.mark.parametrize("value", [None, "half", torch.ones(2)])
+def test_sensitivity_rejects_non_numeric_loss_and_quality(value):
+    model, train_step, optimizer, _ = problem()
+    measure = partial(sensitivity, model, optimizer=optimizer, **SHORT)
+    message = "train_step must return the loss, one number; got"
+    refused(message, measure, lambda step: (train_step(step), value)[1])
+    message = "what is larger when better, one number; got"
+    refused(message, measure, train_step, quality=lambda: value)
+
+
+def test_sensitivity_rejects_infinite_quality():
+    model, train_step, optimizer, _ = problem()
+    message = "diverges at 3 bits.* or quality= gave no finite number"
+    given = model, train_step, optimizer
+    refused(message, sensitivity, *given, quality=lambda: INF, **SHORT)
+
+
 def test_recipe_sensitivity_rejects_unsupported_recipes():
-    refused(
-        "waits for evaluations",
-        recipe_sensitivity,
-        recipe("paper", "ptb", task="language_model"),
-        **SHORT,
-    )
-    refused(
-        "quality",
-        recipe_sensitivity,
-        recipe("smoke", "digits"),
-        quality=lambda: 1.0,
-        **SHORT,
-        error=TypeError,
-    )
-    metric = partial(
-        recipe_sensitivity, recipe("smoke", "digits"), metric="perplexity", **SHORT
-    )
-    refused("unknown metric 'perplexity'; choose from accuracy, loss", metric)
+    digits = recipe("smoke", "digits")
+    plateau = recipe("paper", "ptb", task="language_model")
+    refused("waits for evaluations", recipe_sensitivity, plateau, **SHORT)
+    measure = partial(recipe_sensitivity, digits, **SHORT)
+    refused("quality", measure, quality=lambda: 1.0, error=TypeError)
+    message = "unknown metric 'perplexity'; choose from accuracy, loss"
+    refused(message, measure, metric="perplexity")
     for measure in (recipe_sensitivity, recipe_range_test):
         refused("recipe must be Recipe, got 'digits'", measure, "digits")

@@ -17,54 +17,18 @@ from cpt_extras.search.solver import solve_schedule
 
 
 @pytest.mark.parametrize(
-    ("budget", "delay"), [(1, 0), (np.float64(1), 0.2), (0.9995, 0.2)]
+    ("budget", "q_min", "delay"),
+    [(1, 3, 0), (np.float64(1), 3, 0.2), (0.9995, 3, 0.2), (1, 8, 0)],
 )
-def test_solve_schedule_budget_of_one_is_static(budget, delay):
-    assert solve_schedule(budget, 3, 8, 6_400, delay=delay) == StaticSchedule(8, 6_400)
-
-
-@pytest.mark.parametrize("budget", [0, -0.5, 1.002, INF, 0.2962])
-def test_solve_schedule_rejects_unreachable_budgets(budget):
-    """Name the reachable budgets in the error."""
-    refused(
-        r"met between 3 and 8 bits; budgets lie between 0\.2969 and 1$",
-        solve_schedule,
-        budget,
-        3,
-        8,
-        6_400,
-    )
+def test_solve_schedule_budget_of_one_is_static(budget, q_min, delay):
+    schedule = solve_schedule(budget, q_min, 8, 6_400, delay=delay)
+    assert schedule == StaticSchedule(8, 6_400)
 
 
 def test_solve_schedule_delay_raises_lowest_budget():
     lowest = 0.1 + 0.9 * 57 / 192
-    message = r"budget 0\.36 cannot be met between 3 and 8 bits with 640 of 6400 steps held at 8 bits; budgets lie"
-    refused(
-        f"{message} between {lowest:.4f} and 1",
-        solve_schedule,
-        0.36,
-        3,
-        8,
-        6_400,
-        delay=0.1,
-    )
-    assert (
-        quietly(solve_schedule, lowest, 3, 8, 6_400, delay=0.1).bits().tolist()
-        == [8] * 640 + [3] * 5_760
-    )
-
-
-def test_solve_schedule_of_one_precision():
-    assert solve_schedule(1, 8, 8, 100) == StaticSchedule(8, 100)
-    for budget in (0.9, 1.5):
-        refused(
-            f"{budget} cannot be met: q_min and q_max are both 8, and static",
-            solve_schedule,
-            budget,
-            8,
-            8,
-            100,
-        )
+    schedule = quietly(solve_schedule, lowest, 3, 8, 6_400, delay=0.1)
+    assert schedule.bits().tolist() == [8] * 640 + [3] * 5_760
 
 
 @pytest.mark.parametrize(("budget", "q_grad"), [(0.5, 3), (0.65, 8), (0.8, 12)])
@@ -141,26 +105,6 @@ def test_solve_schedule_warns_of_short_cycles():
     assert solve_schedule(0.65, 3, 8, 6_400)(6_399) == 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"family": "warped"},
-            "unknown family 'warped'; choose from linear, cosine, exponential, rex$",
-        ),
-        ({"q_min": 9}, "q_min=9, q_max=8"),
-        ({"n_cycles": 3, "triangular": True}, "even n_cycles"),
-    ],
-)
-@pytest.mark.parametrize("budget", [0.7, 1])
-def test_solve_schedule_rejects_invalid_arguments(budget, changes, message):
-    refused(
-        message,
-        solve_schedule,
-        **{"budget": budget, "q_min": 3, "q_max": 8, "total_steps": 6_400} | changes,
-    )
-
-
 # --- budgets in other units -----------------------------------------------------------------------
 
 
@@ -227,35 +171,6 @@ def test_solve_schedule_with_two_speed_cost():
     assert (schedule(0), schedule(6_399)) == (4, 16)
 
 
-@pytest.mark.parametrize(
-    ("cost", "message"),
-    [
-        (
-            {3: 0.97, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0},
-            r"between 3 and 8 bits; budgets lie between 0\.9700 and 1",
-        ),
-        (
-            dict.fromkeys(range(3, 9), 2.0),
-            r"0\.7 cannot be met: training at 3 bits costs 1\.0000 of that at 8",
-        ),
-        ({q: q for q in range(3, 8)}, "cost gives None at 8 bits"),
-    ]
-    + [
-        (
-            {q: value if q == 6 else q for q in range(3, 9)},
-            f"a step must cost a positive number; cost gives {shown}",
-        )
-        for value, shown in zip(
-            (NAN, 0, "6", np.array(False), np.ones(1)),
-            ("nan at 6 bits", "0", "'6'", "False", "array"),
-            strict=True,
-        )
-    ],
-)
-def test_solve_schedule_rejects_invalid_costs(cost, message):
-    refused(message, solve_schedule, 0.7, 3, 8, 6_400, cost=cost.get)
-
-
 @pytest.mark.parametrize("kind", [np.array, np.float32, torch.tensor])
 def test_solve_schedule_accepts_numpy_and_torch_costs(kind):
     plain, odd = (
@@ -270,3 +185,64 @@ def test_solve_schedule_accepts_cost_in_seconds():
     schedule = solve_schedule(0.8, 3, 6, 6_400, cost=seconds.get)
     assert schedule.relative_cost(cost=seconds.get) == pytest.approx(0.8, rel=1e-3)
     assert solve_schedule(1, 6, 6, 10, cost=seconds.get) == StaticSchedule(6, 10)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+REACHABLE = r"met between 3 and 8 bits; budgets lie between 0\.2969 and 1$"
+WRONG_PRICES = {
+    "nan at 6 bits": NAN,
+    "0": 0,
+    "'6'": "6",
+    "False": np.array(False),
+    "array": np.ones(1),
+}
+ERRORS = [  # changed arguments, and the sentence of the error
+    *(({"budget": budget}, REACHABLE) for budget in (0, -0.5, 1.002, INF, 0.2962)),
+    (
+        {"budget": 0.36, "delay": 0.1},
+        r"budget 0\.36 cannot be met between 3 and 8 bits with 640 of 6400 steps held at 8 bits; "
+        "budgets lie between 0.3672 and 1",
+    ),
+    *(
+        (
+            {"budget": budget, "q_min": 8},
+            f"{budget} cannot be met: q_min and q_max are both 8, and static",
+        )
+        for budget in (0.9, 1.5)
+    ),
+    *(
+        ({"budget": budget, **changes}, message)
+        for budget in (0.7, 1)
+        for changes, message in (
+            (
+                {"family": "warped"},
+                "unknown family 'warped'; choose from linear, cosine, exponential, rex$",
+            ),
+            ({"q_min": 9}, "q_min=9, q_max=8"),
+            ({"n_cycles": 3, "triangular": True}, "even n_cycles"),
+        )
+    ),
+    (
+        {"cost": {3: 0.97, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}.get},
+        r"between 3 and 8 bits; budgets lie between 0\.9700 and 1",
+    ),
+    (
+        {"cost": dict.fromkeys(range(3, 9), 2.0).get},
+        r"0\.7 cannot be met: training at 3 bits costs 1\.0000 of that at 8",
+    ),
+    ({"cost": {q: q for q in range(3, 8)}.get}, "cost gives None at 8 bits"),
+    *(
+        (
+            {"cost": {**{q: q for q in range(3, 9)}, 6: price}.get},
+            f"a step must cost a positive number; cost gives {shown}",
+        )
+        for shown, price in WRONG_PRICES.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ERRORS)
+def test_solve_schedule_rejects_invalid_arguments(changes, message):
+    arguments = {"budget": 0.7, "q_min": 3, "q_max": 8, "total_steps": 6_400, **changes}
+    refused(message, solve_schedule, **arguments)
