@@ -17,7 +17,6 @@ from helpers import refused, run_command
 
 import cpt_core as cpt
 from cpt_lab.experiments.grids import find_grids
-from cpt_lab.sweeps.stores import load_rows
 
 FOLDER = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.slow
@@ -62,42 +61,40 @@ def test_example_study_resumes_after_interruption(
 ):
     monkeypatch.chdir(tmp_path)
     assert command("study", "new", "mine")[0] == 0
-    status, _, wrong = command("study", "new", "mine")
+    status, _, error = command("study", "new", "mine")
     assert status == 2
-    assert (
-        "study.py is there already; name another folder, nothing was written" in wrong
-    )
+    message = "study.py is there already; name another folder, nothing was written"
+    assert message in error
     folder = tmp_path / "mine"
     monkeypatch.chdir(folder)
     script, store = folder / "study.py", folder / "study.jsonl"
-    assert len(script.read_text().splitlines()) <= 160
-    script.write_text(
-        script.read_text().replace(
-            "STEPS, Q_MAX, STORE = 400", "STEPS, Q_MAX, STORE = 40"
-        )
-    )
+    text = script.read_text()
+    assert len(text.splitlines()) <= 160
+    script.write_text(text.replace("STORE = 400", "STORE = 40"))
 
     def study(seeds):
         monkeypatch.setattr(sys, "argv", ["study.py", str(seeds)])
         runpy.run_path("study.py", run_name="__main__")
         return capsys.readouterr().out.splitlines()
 
-    said = study(3)
-    kept = store.read_text().splitlines()
-    arms = [
-        line.rsplit(None, 4)[0] for line in said[2:-1] if not line.startswith("static")
-    ]
-    static = [line.split()[1:] for line in said[2:-1] if line.startswith("static")]
-    assert {*arms} == {*cpt.SUITE, "allocated"}
-    assert len(kept) == 1 + 3 * (len(arms) + len(static))
+    lines = study(3)
+    rows = store.read_text().splitlines()
+    is_static = [line.startswith("static") for line in lines[2:-1]]
+    table = list(zip(lines[2:-1], is_static, strict=True))
+    arms = [line.rsplit(None, 4)[0] for line, static in table if not static]
+    static = [line.split()[1:] for line, static in table if static]
+    assert set(arms) == {*cpt.SUITE, "allocated"}
+    assert len(rows) == 1 + 3 * (len(arms) + len(static))
     assert static[-1][:2] == ["8", "1.000"]
-    assert said[-1].startswith("Better than static bits of the same cost: ")
+    assert lines[-1].startswith("Better than static bits of the same cost: ")
     assert (folder / "study.png").stat().st_size > 10_000
-    store.write_text("".join(f"{line}\n" for line in kept[:-3]))
-    assert study(3) == said
-    assert store.read_text().splitlines() == kept
+
+    store.write_text("".join(f"{row}\n" for row in rows[:-3]))
+    assert study(3) == lines
+    assert store.read_text().splitlines() == rows
     refused("give 3 or more, got 2", study, 2)
-    book = papermill.execute_notebook(
+
+    notebook = papermill.execute_notebook(
         folder / "study.ipynb",
         None,
         {"seeds": 3},
@@ -105,139 +102,100 @@ def test_example_study_resumes_after_interruption(
         progress_bar=False,
         kernel_name="python3",
     )
-    shown = [
-        output
-        for cell in book.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    ]
-    assert shown[-2]["text"].strip() == said[-1]
-    assert "image/png" in shown[-1]["data"]
-    assert store.read_text().splitlines() == kept
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", ())]
+    assert outputs[-2]["text"].strip() == lines[-1]
+    assert "image/png" in outputs[-1]["data"]
+    assert store.read_text().splitlines() == rows
 
 
-def test_example_processes_train_one_model(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    surroundings = os.environ | {
-        "PYTHONPATH": str(FOLDER.parent),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    script = [*command, str(FOLDER / "processes.py")]
-    first, *report = run_command(
-        *script, cwd=tmp_path, env=surroundings, timeout=300
-    ).splitlines()
-    assert first.startswith("2 processes, accuracy ")
+def test_example_processes_train_one_model(tmp_path, monkeypatch, capsys):
+    """Train in a group of one process; the tests of integrations have several."""
+    monkeypatch.chdir(tmp_path)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in {**address, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    example("processes")["main"]()
+    assert not torch.distributed.is_initialized()
+    first, *report = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 processes, accuracy ")
     assert float(first.split()[-2]) > 80
-    assert report[1].split()[:2] == [
-        "0",
-        "204,800",
-    ]  # 64 x 32 products for each of 2 x 50 pictures
+    # 64 x 32 multiplications for each of 50 pictures
+    assert report[1].split()[:2] == ["0", "102,400"]
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert checkpoint["precision"]["last_step"] == 200
 
 
 CLUSTER = FOLDER / "cluster"
-GRID = ["digits/mlp6", "--scale", "smoke", "--arms", "CR", "RR", "--seeds", "0"]
+GRID = ["digits/mlp6", "--arms", "CR", "RR"]
+FOLDERS = {"CPT_DATA_DIR": "/data", "CPT_RUNS_DIR": "/shared"}
+JOB = {"SLURM_JOB_NODELIST": "a,b", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+TORCHRUN = (
+    "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-id 7 --rdzv-backend c10d "
+    "--rdzv-endpoint a:29500 -m cpt_lab run"
+)
 
 
-def on_a_cluster(script, tmp_path, **programs):
-    """Run a cluster script with small data; ``programs`` replace those found only on clusters."""
-    for name, text in {
-        "cpt": f'exec {sys.executable} -m cpt_lab "$@"',
-        **programs,
-    }.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        if not path.exists():  # of a job that is running it cannot be written
-            path.write_text(f"#!/bin/bash\n{text}\n")
-            path.chmod(0o755)
-    found = os.environ | {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "CPT_RUNS_DIR": str(tmp_path / "runs"),
+@pytest.mark.parametrize(
+    ("script", "called"),
+    [
+        ("slurm_array.sh", [*"cpt run".split(), *GRID, "--workers", "1"]),
+        ("slurm_torchrun.sh", [*TORCHRUN.split(), *GRID]),
+    ],
+)
+def test_example_slurm_script_starts_sweep(script, called, tmp_path):
+    """Replace the programs of a cluster by ones that print their arguments."""
+    programs = {
+        "cpt": 'printf "%s\\n" cpt "$@"',
+        "srun": 'printf "%s\\n" "$@"',
+        "scontrol": 'printf "a\\nb\\n"',
     }
-    found |= {
-        "CPT_DATA_DIR": str(tmp_path),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(FOLDER.parent),
-    }
-    found |= {
-        "SLURM_JOB_NODELIST": "here",
-        "SLURM_NNODES": "1",
-        "SLURM_JOB_ID": "7",
-        "GPUS": "2",
-    }
-    words = ["bash", str(CLUSTER / script), *GRID]
-    return subprocess.Popen(
-        words,
-        cwd=tmp_path,
-        env=found,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(CLUSTER / script), *GRID]
+    out = run_command(*command, env={**os.environ, **path, **FOLDERS, **JOB})
+    assert out.splitlines() == called
+    process = subprocess.run(command, env=path, capture_output=True, text=True)
+    assert "name the folder of the data" in process.stderr
 
 
-def test_example_slurm_array_shares_a_grid(tmp_path):
-    """Run the SLURM script twice at once, without SLURM."""
-    jobs = [on_a_cluster("slurm_array.sh", tmp_path) for _ in range(2)]
-    for job in jobs:
-        said, wrong = job.communicate(timeout=300)
-        assert (job.returncode, said.splitlines()[-1]) == (0, "2 ok"), wrong
-    store = tmp_path / "runs/smoke/image.jsonl"
-    assert (
-        len(store.read_text().splitlines()) == len(load_rows(store)) == 2
-    )  # none was done twice
+def test_example_dask_hands_workers_to_sweep(monkeypatch):
+    """Replace dask-jobqueue and the sweep by ones that record what they are given."""
+    calls = []
 
+    class Cluster:
+        scheduler_address = "tcp://a:1"
 
-QUEUE = """
-from dask.distributed import LocalCluster
+        def __init__(self, **options):
+            calls.append(options["job_script_prologue"])
 
-class SLURMCluster(LocalCluster):
-    def __init__(self, cores, memory, walltime, worker_extra_args, job_extra_directives, job_script_prologue):
-        assert job_script_prologue[0].startswith("export CPT_DATA_DIR=/")
-        how = {"processes": False, "protocol": "tcp", "dashboard_address": None}
-        super().__init__(n_workers=0, threads_per_worker=cores, resources={"GPU": 1}, **how)
-"""
+        def adapt(self, minimum, maximum):
+            calls.append((minimum, maximum))
 
+        def close(self):
+            calls.append("closed")
 
-def test_example_dask_starts_workers_on_demand(tmp_path):
-    """Replace dask-jobqueue by a local cluster."""
-    (tmp_path / "dask_jobqueue.py").write_text(QUEUE)
-    found = os.environ | {
-        "CPT_RUNS_DIR": str(tmp_path / "runs"),
-        "CPT_DATA_DIR": str(tmp_path),
-    }
-    found |= {"PYTHONPATH": f"{FOLDER.parent}:{tmp_path}"}
-    words = [sys.executable, str(CLUSTER / "slurm_dask.py"), *GRID]
-    assert (
-        run_command(*words, cwd=tmp_path, env=found, timeout=300).splitlines()[-1]
-        == "2 ok"
-    )
-    assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
+    def run(command):
+        calls.append(command[1:])
+        return SimpleNamespace(returncode=3)
 
-
-def test_example_torchrun_job_uses_all_processes(tmp_path):
-    """Replace SLURM's ``srun`` and ``scontrol`` by two-line programs."""
-    torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
-    stand_ins = {
-        "srun": 'exec "$@"',
-        "scontrol": "echo localhost",
-        "torchrun": torchrun,
-    }
-    job = on_a_cluster("slurm_torchrun.sh", tmp_path, **stand_ins)
-    said, wrong = job.communicate(timeout=300)
-    assert (job.returncode, said.splitlines()[-1]) == (0, "2 ok"), wrong
-    assert [
-        row["provenance"]["processes"]
-        for row in load_rows(tmp_path / "runs/smoke/image.jsonl")
-    ] == [2, 2]
+    queue = SimpleNamespace(SLURMCluster=Cluster)
+    monkeypatch.setitem(sys.modules, "dask_jobqueue", queue)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["slurm_dask.py", *GRID])
+    for name, folder in FOLDERS.items():
+        monkeypatch.setenv(name, folder)
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(str(CLUSTER / "slurm_dask.py"), run_name="__main__")
+    scheduler = ["--executor", "dask", "--scheduler", "tcp://a:1"]
+    assert error.value.code == 3
+    assert calls == [
+        ["export CPT_DATA_DIR=/data CPT_RUNS_DIR=/shared"],
+        (0, 16),
+        ["-m", "cpt_lab", "run", *GRID, *scheduler],
+        "closed",
+    ]
 
 
 def test_example_kubernetes_job_runs_existing_grid():
