@@ -152,11 +152,19 @@ def test_gpu_bench_evidence_runs_informative_arms_first():
     assert {(s.q_max, s.recipe.steps) for s in specs} == {(8, 53_120)}
 
 
-def fake(monkeypatch, **given):
-    monkeypatch.setitem(hour.PARTS, "speed", lambda options: given)
+@pytest.fixture
+def speed(folder, monkeypatch):
+    """Return a function that runs given stages as the part "speed"; it returns the status, summary and rows."""
+
+    def run(*options, **given_stages):
+        monkeypatch.setitem(hour.PARTS, "speed", lambda options: given_stages)
+        status = hour.main(["speed", "--dry", *options])
+        return status, *read(folder, "speed")
+
+    return run
 
 
-def test_gpu_bench_failed_stage_is_isolated(folder, monkeypatch):
+def test_gpu_bench_failed_stage_is_isolated(speed):
     """Run the remaining stages, and retry a failed stage only with ``--again``."""
     calls = []
 
@@ -169,57 +177,56 @@ def test_gpu_bench_failed_stage_is_isolated(folder, monkeypatch):
     def missing():
         raise ImportError("ogb cannot be imported")
 
-    fake(
-        monkeypatch,
-        first=lambda: {"ms": 1.0},
-        breaks=breaks,
-        missing=missing,
-        wrong=lambda: {"failed": "NaN"},
-    )
-    assert hour.main(["speed", "--dry"]) == 1
-    told, rows = read(folder, "speed")
-    assert told["failed"] == {"breaks": "ZeroDivisionError: no luck", "wrong": "NaN"}
-    assert told["left out"] == {"missing": "ogb cannot be imported"}
-    assert "in breaks" in next(
-        r["traceback"] for r in rows if r["stage"] == "breaks" and "traceback" in r
-    )
-    assert hour.main(["speed", "--dry"]) == 1
+    given_stages = {
+        "first": lambda: {"ms": 1.0},
+        "breaks": breaks,
+        "missing": missing,
+        "wrong": lambda: {"failed": "NaN"},
+    }
+    status, summary, rows = speed(**given_stages)
+    assert status == 1
+    failed = {"breaks": "ZeroDivisionError: no luck", "wrong": "NaN"}
+    assert summary["failed"] == failed
+    assert summary["left out"] == {"missing": "ogb cannot be imported"}
+    (traceback,) = [row["traceback"] for row in rows if "traceback" in row]
+    assert "in breaks" in traceback
+    assert speed(**given_stages)[0] == 1
     assert calls == ["breaks"]
-    for status in (1, 1):
-        assert hour.main(["speed", "--dry", "--again"]) == status
-    assert list(read(folder, "speed")[0]["failed"]) == ["wrong"]
+    for _ in range(2):
+        status, summary, _ = speed("--again", **given_stages)
+        assert status == 1
+    assert list(summary["failed"]) == ["wrong"]
 
 
-def test_gpu_bench_stops_at_limit_and_resumes(folder, monkeypatch):
-    fake(monkeypatch, slow=lambda: time.sleep(0.05) or {}, next=lambda: {"ms": 2.0})
-    assert hour.main(["speed", "--dry", "--seconds", "0.02"]) == 3
-    assert read(folder, "speed")[0]["left"] == ["next"]
-    assert hour.main(["speed", "--dry"]) == 0
+def test_gpu_bench_stops_at_limit_and_resumes(speed):
+    given_stages = {
+        "slow": lambda: time.sleep(0.05) or {},
+        "next": lambda: {"ms": 2.0},
+    }
+    status, summary, _ = speed("--seconds", "0.02", **given_stages)
+    assert (status, summary["left"]) == (3, ["next"])
+    assert speed(**given_stages)[0] == 0
 
 
-def test_gpu_bench_retries_deadly_stage_once(folder, monkeypatch):
-    fake(monkeypatch, deadly=lambda: {"ms": 1.0}, next=lambda: {"ms": 2.0})
-    begun = {"stage": "deadly", "status": "started", "where": {}}
-    stages.append_row(folder / "speed.jsonl", begun)
-    stages.append_row(folder / "speed.jsonl", begun)
+def test_gpu_bench_retries_deadly_stage_once(folder, speed):
+    started = {"stage": "deadly", "status": "started", "where": {}}
+    for _ in range(2):
+        stages.append_row(folder / "speed.jsonl", started)
     with open(folder / "speed.jsonl", "a") as file:
         file.write('{"stage": "next", "sta')  # killed while it wrote
-    assert hour.main(["speed", "--dry"]) == 1
-    told, rows = read(folder, "speed")
-    assert told["failed"] == {"deadly": "it ended its process 2 times"}
-    assert told["values"] == {"next": {"ms": 2.0}}
+    status, summary, rows = speed(deadly=lambda: {"ms": 1.0}, next=lambda: {"ms": 2.0})
+    assert status == 1
+    assert summary["failed"] == {"deadly": "it ended its process 2 times"}
+    assert summary["values"] == {"next": {"ms": 2.0}}
     assert len(rows) == 4
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_gpu_bench_without_cuda_names_dry_run(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
     with pytest.raises(SystemExit):
         hour.main(["speed"])
-    assert (
-        "torch sees no CUDA device; --dry rehearses on the CPU"
-        in capsys.readouterr().err
-    )
+    message = "torch sees no CUDA device; --dry rehearses on the CPU"
+    assert message in capsys.readouterr().err
 
 
 GRAPH = cpt.Graph.from_edges(
@@ -239,30 +246,25 @@ def test_gpu_bench_unfused_layers_equal_fused_ones(name):
     """Compute equal values in both timed variants, and equal gradients up to rounding noise."""
     make, inputs = SAME_WORK[name]
     torch.manual_seed(0)
-    fused, plain = (nn.Sequential(make()) for _ in range(2))
+    fused, plain = nn.Sequential(make()), nn.Sequential(make())
     plain.load_state_dict(fused.state_dict())
     for p in [*fused.parameters(), *plain.parameters()]:
         if p.dim() == 1 and name == "LSTM":
             nn.init.zeros_(p)  # the second bias of torch's LSTM
     cpt.quantize_(fused)
     assert models.take_apart(plain) == 1
-    results = []
-    for model, at in (
-        (fused, cpt.precision(fused, models.BITS, q_grad=models.Q_GRAD)),
-        (plain, nullcontext()),
-    ):
-        with at:
+
+    def output_and_gradient(model, precision):
+        with precision:
             y = model[0](*inputs)
             y = y[0] if isinstance(y, tuple) else y
             y.square().sum().backward()
-        results.append(
-            (
-                y.detach(),
-                model[0]
-                .get_parameter("weight_ih_l0" if name == "LSTM" else "weight")
-                .grad,
-            )
-        )
-    torch.testing.assert_close(*(y for y, _ in results), atol=1e-5, rtol=1e-5)
-    (a, b) = (grad for _, grad in results)
-    assert float((a - b).norm() / a.norm()) < 0.05
+        weight = "weight_ih_l0" if name == "LSTM" else "weight"
+        return y.detach(), model[0].get_parameter(weight).grad
+
+    precision = cpt.precision(fused, models.BITS, q_grad=models.Q_GRAD)
+    y, gradient = output_and_gradient(fused, precision)
+    plain_y, plain_gradient = output_and_gradient(plain, nullcontext())
+    torch.testing.assert_close(y, plain_y, atol=1e-5, rtol=1e-5)
+    difference = (gradient - plain_gradient).norm() / gradient.norm()
+    assert difference < 0.05
