@@ -6,13 +6,17 @@ from collections import Counter
 
 import pytest
 
-from cpt_lab.paths import results_dir
+from cpt_lab.paths import ROOT, results_dir
 from cpt_lab.studies import tuned
 from cpt_lab.studies.h7 import arms as h7
 from cpt_lab.studies.h10 import arms as h10
-from tests.test_docs import page
 
 PAGES = "docs/reproducing"
+
+
+def page(name):
+    """Return the text of a file of the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def section_of(name, heading):
