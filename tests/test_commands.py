@@ -373,6 +373,11 @@ def test_try_folders_are_visible_and_separate(folder):
 # --- claims ---------------------------------------------------------------------------------------
 
 
+ANSWER = Answer(
+    "H9", "Why?", ("an effect",), outcome="open", by_rule=(("8 bits", "open"),)
+)
+
+
 @pytest.fixture(scope="session")
 def entries():
     """Return all claims as judged without a row."""
@@ -388,11 +393,10 @@ def test_claims_command_prints_summary_or_all(command, entries, monkeypatch, fol
         judged.append(runs)
         return entries
 
-    answers = [Answer("H9", "Why?", outcome="open")]
     monkeypatch.setattr("cpt_lab.analysis.claims.judge_claims", judge)
     monkeypatch.setattr("cpt_lab.analysis.run_table.load", lambda *stores: stores)
     monkeypatch.setattr(
-        "cpt_lab.analysis.preregistered.all_answers", lambda runs: answers
+        "cpt_lab.analysis.preregistered.all_answers", lambda runs: [ANSWER]
     )
     _, *summary = (paper_dir() / "claims.txt").read_text().splitlines()
     assert command("claims")[1:] == ("\n".join(summary) + "\n", "")
@@ -414,12 +418,13 @@ def test_claims_command_prints_summary_or_all(command, entries, monkeypatch, fol
     at_paper = sum(not e.verdicts()[0].startswith("open") for e in entries)
     assert sum(map(int, re.findall(r"\d+", counts))) == at_paper
     heading = "our own questions (docs/preregistration.md):"
-    assert lines[-3:] == [heading, "H9: Why?", "  open"]
-    assert len(lines) == 3 + 4 * len(entries)
+    answer = ["H9: Why?", "  open", "  Judged at 8 bits: open."]
+    assert lines[-4:] == [heading, *answer]
+    assert len(lines) == 4 + 4 * len(entries)
     assert judged == [(*sorted(results_dir().glob("*.jsonl")), store)]
 
     monkeypatch.setattr("cpt_lab.commands.results_dir", lambda: folder)  # other rows
-    assert command("claims")[1].splitlines() == [first, *lines[-3:]]
+    assert command("claims")[1].splitlines() == [first, *lines[-4:]]
     assert len(judged) == 2
 
 
@@ -427,7 +432,9 @@ def test_claims_command_prints_utf_8_in_c_locale(command, entries, monkeypatch):
     """Print UTF-8 where the system asks for ASCII; test_architecture checks written files."""
     monkeypatch.setattr("cpt_lab.commands.all_stores", list)
     monkeypatch.setattr("cpt_lab.analysis.claims.judge_claims", lambda runs: entries)
-    monkeypatch.setattr("cpt_lab.analysis.preregistered.all_answers", lambda runs: [])
+    monkeypatch.setattr(
+        "cpt_lab.analysis.preregistered.all_answers", lambda runs: [ANSWER]
+    )
     output = io.BytesIO()
     with io.TextIOWrapper(output, encoding="ascii") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
@@ -435,3 +442,4 @@ def test_claims_command_prints_utf_8_in_c_locale(command, entries, monkeypatch):
         stdout.flush()
         text = output.getvalue().decode("utf-8")
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in text
+    assert text.endswith("open.\n    an effect\n0 of 0 rows intact\n")
