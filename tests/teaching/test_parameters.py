@@ -1,14 +1,14 @@
 """Parameters of notebooks, and ``P.run``."""
 
-import re
 import sys
 from types import SimpleNamespace
 
 import nbformat
+import papermill
 import pytest
 import torch
 from dataset_layouts import image_folder, write
-from helpers import refused, run_command
+from helpers import refused
 from nbformat.v4 import new_code_cell, new_notebook
 
 from cpt_lab.experiments import designs
@@ -30,18 +30,20 @@ def asked(monkeypatch):
     return calls
 
 
+def grid(scale, *data, **changes):
+    """Return the runs of one schedule and seed."""
+    options = {"schedules": ["CR"], "static_bits": [], "seeds": [0], **changes}
+    return designs.quality_cost(scale, *data, **options)
+
+
 def test_parameters_run_returns_table():
     parameters = check_parameters(scale="smoke")
-    specs = designs.quality_cost(
-        "smoke", schedules=["CR"], static_bits=[8], seeds=[0], steps=8, n_cycles=1
-    )
-    runs = parameters.run(specs)
+    runs = parameters.run(grid("smoke", static_bits=[8], steps=8, n_cycles=1))
     assert runs.arm.to_list() == ["CR", "static 8"]
     assert runs.accuracy.between(0, 1).all()
     assert (runs.first_loss > 0).all()
-    assert [
-        row["key"] for row in stores.load_rows(parameters.store)
-    ] == runs.key.to_list()
+    rows = stores.load_rows(parameters.store)
+    assert [row["key"] for row in rows] == runs.key.to_list()
 
 
 def test_check_parameters_reads_user_data_completely(tmp_path, monkeypatch):
@@ -49,18 +51,11 @@ def test_check_parameters_reads_user_data_completely(tmp_path, monkeypatch):
     files = image_folder(kind="JPEG")
     write(tmp_path / "pets", files)
     check_parameters(scale="smoke", dataset="pets/")
-    write(
-        tmp_path / "pets",
-        {
-            name: file[: len(file) * 2 // 3]
-            for name, file in files.items()
-            if name.endswith("1.jpeg")
-        },
-    )
-    with pytest.raises(
-        ValueError, match=r"4 files are wrong:\n.*train/a/1.jpeg cannot be read"
-    ):
-        check_parameters(scale="smoke", dataset="pets/")
+    names = [name for name in files if name.endswith("1.jpeg")]
+    cut = {name: files[name][: len(files[name]) * 2 // 3] for name in names}
+    write(tmp_path / "pets", cut)
+    message = r"4 files are wrong:\n.*train/a/1.jpeg cannot be read"
+    refused(message, check_parameters, scale="smoke", dataset="pets/")
 
 
 def test_parameters_run_of_no_specs_is_empty(asked):
@@ -79,56 +74,37 @@ def test_parameters_run_of_no_specs_is_empty(asked):
 def test_parameters_run_chooses_workers_device_and_store(
     given, workers, device, progress, asked, monkeypatch, tmp_path
 ):
+    """Store the runs of every task apart, whatever the task of the notebook."""
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    parameters = check_parameters("language_model", **given)
-    nodes = designs.quality_cost(
-        given["scale"], "digits-graph", schedules=["CR"], static_bits=[], seeds=[0]
-    )
-    assert parameters.run(nodes).empty
-    ((specs, store, options),) = asked
-    assert (specs, options) == (
-        nodes,
-        {"workers": workers, "device": device, "progress": progress},
-    )
-    assert store == parameters.store.with_name(
-        "graph.jsonl"
-    )  # the task's own, not the notebook's
-    assert given["scale"] == "smoke" or store == stores.store_path("demo", "graph")
+    parameters, scale = check_parameters("language_model", **given), given["scale"]
+    text = grid(scale, "pydoc", static_bits=[8])
+    nodes = grid(scale, "digits-graph")
+    assert parameters.run([*text, *nodes, *text]).empty
+    options = {"workers": workers, "device": device, "progress": progress}
+    assert asked == [
+        (text, parameters.store.with_name("language_model.jsonl"), options),
+        (nodes, parameters.store.with_name("graph.jsonl"), options),
+    ]
+    if scale == "demo":
+        assert asked[1][1] == stores.store_path("demo", "graph")
 
 
 @pytest.mark.parametrize("scale", ["smoke", "demo", "paper"])
 def test_check_parameters_rejects_missing_device(scale, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(
-        "device 'cuda' was asked for",
-        check_parameters,
-        scale=scale,
-        device="cuda",
-        error=DeviceNotFoundError,
-    )
+    given = {"scale": scale, "device": "cuda", "error": DeviceNotFoundError}
+    refused("device 'cuda' was asked for", check_parameters, **given)
     assert check_parameters(scale=scale, device="cpu").device == "cpu"
 
 
 def test_parameters_run_selects_best_learning_rate(monkeypatch):
-    specs = designs.quality_cost(
-        "paper", "xnli", schedules=["CR"], static_bits=[], q_max=[8], seeds=[0]
-    )
+    specs = grid("paper", "xnli", q_max=[8])
+    point = {"split": "valid", "when": "final", "precision": "q_max"}
+    metrics = [[{"name": "accuracy", "value": s.recipe.lr, **point}] for s in specs]
     rows = [
-        {
-            **stores.describe(s),
-            "status": "ok",
-            "metrics": [
-                {
-                    "name": "accuracy",
-                    "split": "valid",
-                    "when": "final",
-                    "precision": "q_max",
-                    "value": s.recipe.lr,
-                }
-            ],
-        }
-        for s in specs
+        {**stores.describe(s), "status": "ok", "metrics": values}
+        for s, values in zip(specs, metrics, strict=True)
     ]
     monkeypatch.setattr(sweep, "run_grid", lambda *_, **__: rows)
     assert len(specs) == 3
@@ -136,40 +112,14 @@ def test_parameters_run_selects_best_learning_rate(monkeypatch):
 
 
 def test_parameters_run_reports_failures_in_one_line(monkeypatch):
-    specs = designs.quality_cost(
-        "smoke", schedules=["CR", "RR"], static_bits=[], seeds=[0]
-    )
-    failed = {
-        "status": "failed",
-        "error": "Traceback (most recent call last):\n  ...\nValueError: no such thing\n",
-    }
+    specs = grid("smoke", schedules=["CR", "RR"])
     rows = [{**stores.describe(s), "status": "ok", "metrics": []} for s in specs]
-    rows[1] |= failed
-    monkeypatch.setattr(sweep, "run_grid", lambda *given, **options: rows)
-    with pytest.raises(
-        RuntimeError,
-        match=r"^1 of 2 runs failed, RR seed 0 with: ValueError: no such thing$",
-    ):
-        check_parameters(scale="smoke").run(specs)
-
-
-def test_parameters_run_uses_store_per_task(asked):
-    text = designs.quality_cost(
-        "smoke", "pydoc", schedules=["CR"], static_bits=[8], seeds=[0]
-    )
-    pairs = designs.quality_cost(
-        "smoke",
-        "templates",
-        task="entailment",
-        schedules=["CR"],
-        static_bits=[],
-        seeds=[0],
-    )
-    check_parameters("language_model", scale="smoke").run([*text, *pairs, *text])
-    assert [(specs, store.name) for specs, store, _ in asked] == [
-        (text, "language_model.jsonl"),
-        (pairs, "entailment.jsonl"),
-    ]
+    error = "Traceback (most recent call last):\n  ...\nValueError: no such thing\n"
+    rows[1] |= {"status": "failed", "error": error}
+    monkeypatch.setattr(sweep, "run_grid", lambda *_, **__: rows)
+    message = r"^1 of 2 runs failed, RR seed 0 with: ValueError: no such thing$"
+    parameters = check_parameters(scale="smoke")
+    refused(message, parameters.run, specs, error=RuntimeError)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +212,16 @@ def test_parameters_of_reads_typed_parameters(typed_notebook):
 
 
 def test_papermill_lists_types_defaults_and_comments(typed_notebook):
-    told = run_command(
-        sys.executable, "-m", "papermill", "--help-notebook", typed_notebook
-    )
-    listed = re.sub(r"\s+", " ", told)
-    assert "q_max: list (default [8]) [6, 8] gives both halves" in listed
-    assert "learning_rate: float (default None) None takes the recipe's" in listed
+    parameters = papermill.inspect_notebook(str(typed_notebook))
+    assert list(parameters["q_max"].values()) == [
+        "q_max",
+        "list",
+        "[8]",
+        "[6, 8] gives both halves",
+    ]
+    rate = parameters["learning_rate"]
+    assert (rate["inferred_type_name"], rate["default"]) == ("float", "None")
+    assert rate["help"] == "None takes the recipe's"
 
 
 def test_check_parameters_names_injected_by_papermill(monkeypatch):
