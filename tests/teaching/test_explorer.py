@@ -3,24 +3,23 @@
 import json
 import random
 import re
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from helpers import refused
 from py_mini_racer import MiniRacer
 from sklearn.datasets import load_digits
 
 import cpt_core as cpt
 from cpt_core.quantization import rounding as reference
 from cpt_core.schedules.cost import step_cost
-from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_extras.kernels import grids
 from cpt_extras.search.allocation import static_of_cost
 from cpt_lab.analysis.statistics import interval
 from cpt_lessons import explorer
 
-SETTINGS = 80
+NUM_SETTINGS = 80
 
 
 @pytest.fixture(scope="module")
@@ -47,120 +46,98 @@ def run(engine, expression):
     return json.loads(engine.eval(f"JSON.stringify({expression})"))
 
 
-def settings(**values):
-    """Return the page's initial settings with some changed."""
+INITIAL = {"family": "CR", "q_min": 2, "q_max": 8, "q_grad": 8, "n_cycles": 4}
+
+
+def explore(engine, steps=explorer.STEPS, **changes):
+    """Return the page's answer to its initial settings with some changed."""
+    return run(engine, f"answer({json.dumps(INITIAL | changes)}, {steps})")
+
+
+def library_schedule(steps, family, q_min, q_max, n_cycles, **_):
+    """Return the cpt_core schedule for settings of the page."""
+    if family == "STATIC":
+        return cpt.StaticSchedule(q_min, steps)
+    options = {"q_min": q_min, "q_max": q_max, "n_cycles": n_cycles}
+    return cpt.make_schedule(family, total_steps=steps, **options)
+
+
+def check_arm(arm, schedule, q_max, q_grad):
+    costs = step_cost(schedule.bits(), q_grad)
+    cost = arm["relative_cost"]
+    assert arm["bits"] == schedule.bits().tolist()
+    assert cost == costs.mean() / step_cost(q_max, q_max)
+    assert sum(arm["spent"].values()) == pytest.approx(cost, rel=1e-13)
+    assert arm["spent"]["error"] == arm["spent"]["weight"]
+    assert arm["soFar"][-1] == pytest.approx(cost, rel=1e-13)
+    assert arm["evaluated"] == schedule.q_max
+
+
+def random_settings(rng):
+    low = rng.randint(1, 8)
     return {
-        "family": "CR",
-        "q_min": 2,
-        "q_max": 8,
-        "q_grad": 8,
-        "n_cycles": 4,
-        **values,
+        "family": rng.choice([*cpt.SUITE, "STATIC"]),
+        "q_min": low,
+        "q_max": low + rng.choice([-1, 0, 1, 2, 4, 4]),
+        "q_grad": rng.randint(1, 12),
+        "n_cycles": rng.choice([1, 2, 4, 8, rng.randint(1, 16)]),
     }
 
 
-def explored(engine, s, steps=explorer.STEPS):
-    return run(engine, f"answer({json.dumps(s)}, {steps})")
-
-
-def made(s, steps=explorer.STEPS):
-    """Return the cpt_core schedule for settings of the page."""
-    if s["family"] == "STATIC":
-        return cpt.StaticSchedule(s["q_min"], steps)
-    return cpt.make_schedule(
-        s["family"],
-        q_min=s["q_min"],
-        q_max=s["q_max"],
-        total_steps=steps,
-        n_cycles=s["n_cycles"],
-    )
-
-
-def compare(found, s, steps):
-    schedule = made(s, steps)
-    share = schedule.relative_cost(s["q_grad"], s["q_max"])
-    rival = static_of_cost(share, s["q_max"], steps, s["q_min"], s["q_grad"])
-    for arm, mine in ((found["chosen"], schedule), (found["rival"], rival)):
-        costs = step_cost(mine.bits(), s["q_grad"])
-        assert arm["bits"] == mine.bits().tolist()
-        assert arm["relative_cost"] == costs.mean() / step_cost(s["q_max"], s["q_max"])
-        assert sum(arm["spent"].values()) == pytest.approx(
-            arm["relative_cost"], rel=1e-13
-        )
-        assert arm["spent"]["error"] == arm["spent"]["weight"]
-        assert arm["soFar"][-1] == pytest.approx(arm["relative_cost"], rel=1e-13)
-        assert arm["evaluated"] == mine.q_max
-    excess = found["rival"]["relative_cost"] - found["chosen"]["relative_cost"]
-    step = step_cost(s["q_max"], s["q_grad"]) / step_cost(s["q_max"], s["q_max"])
-    assert -1e-9 < excess < step / steps  # a step more at most
-    assert found["same"] == bool((schedule.bits() == rival.bits()).all())
-    return schedule, rival
-
-
+@pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 def test_explorer_equals_library_for_random_settings(engine):
     """Reject the settings that the library rejects, and print Python lines of an equal schedule and baseline."""
-    rng, refused, compared, mixed, families = random.Random(7), 0, 0, 0, set()
-    while compared < SETTINGS:
-        low = rng.randint(1, 8)
-        s = settings(
-            family=rng.choice([*cpt.SUITE, "STATIC"]),
-            q_min=low,
-            q_max=low + rng.choice([-1, 0, 1, 2, 4, 4]),
-            q_grad=rng.randint(1, 12),
-            n_cycles=rng.choice([1, 2, 4, 8, rng.randint(1, 16)]),
-        )
+    rng, num_rejected, num_mixed, families = random.Random(7), 0, 0, []
+    while len(families) < NUM_SETTINGS:
+        settings = random_settings(rng)
+        family, q_max, q_grad = (settings[k] for k in ("family", "q_max", "q_grad"))
         steps = rng.choice([400, rng.randint(16, 60), rng.randint(60, 3_000)])
-        found = explored(engine, s, steps)
-        with warnings.catch_warnings(action="ignore", category=ShortCycleWarning):
-            if "refused" in found:
-                if s["q_min"] <= s["q_max"]:
-                    with pytest.raises(ValueError, match="even n_cycles"):
-                        made(s, steps)
-                refused += 1
-                continue
-            schedule, rival = compare(found, s, steps)
-            names = {"cpt": cpt, "static_of_cost": static_of_cost}
-            exec(found["python"], names)
-        assert re.fullmatch(
-            r"static \d+( and \d+ mixed \(\d+\s% of the steps at \d+\))?",
-            found["rival"]["name"],
-        )
-        assert bool(found["warning"]) == (
-            s["family"] != "STATIC" and schedule(steps - 1) != s["q_max"]
-        )
+        answer = explore(engine, steps, **settings)
+        if "refused" in answer:
+            num_rejected += 1
+            if settings["q_min"] <= q_max:
+                refused("even n_cycles", library_schedule, steps, **settings)
+            continue
+        schedule = library_schedule(steps, **settings)
+        cost = schedule.relative_cost(q_grad, q_max)
+        rival = static_of_cost(cost, q_max, steps, settings["q_min"], q_grad)
+        check_arm(answer["chosen"], schedule, q_max, q_grad)
+        check_arm(answer["rival"], rival, q_max, q_grad)
+        excess = answer["rival"]["relative_cost"] - answer["chosen"]["relative_cost"]
+        highest_cost = step_cost(q_max, q_grad) / step_cost(q_max, q_max)
+        assert -1e-9 < excess < highest_cost / steps  # a step more at most
+        assert answer["same"] == bool((schedule.bits() == rival.bits()).all())
+        mixed = r"static \d+( and \d+ mixed \(\d+\s% of the steps at \d+\))?"
+        assert re.fullmatch(mixed, answer["rival"]["name"])
+        ends_below = family != "STATIC" and schedule(steps - 1) != q_max
+        assert bool(answer["warning"]) == ends_below
+        names = {"cpt": cpt, "static_of_cost": static_of_cost}
+        exec(answer["python"], names)
         assert names["schedule"].bits().tolist() == schedule.bits().tolist()
         assert names["rival"].bits().tolist() == rival.bits().tolist()
-        mixed += len(set(rival.bits().tolist())) == 2
-        compared += 1
-        families.add(s["family"])
-    assert min(refused, mixed) > 8
-    assert families == {*cpt.SUITE, "STATIC"}
+        num_mixed += len(set(rival.bits().tolist())) == 2
+        families.append(family)
+    assert min(num_rejected, num_mixed) > 8
+    assert set(families) == {*cpt.SUITE, "STATIC"}
 
 
 def test_explorer_cost_is_relative_to_static(engine):
-    def cost(bits, q_grad):
-        static = settings(family="STATIC", q_min=bits, q_max=8, q_grad=q_grad)
-        return round(explored(engine, static)["chosen"]["relative_cost"], 4)
-
-    assert [cost(8, 8), cost(8, 6), cost(6, 6), cost(5, 8)] == [
-        1,
-        0.8333,
-        0.5625,
-        0.5469,
-    ]
-    spent = explored(engine, settings(family="STATIC", q_min=4))["chosen"]["spent"]
+    for bits, q_grad, cost in (
+        (8, 8, 1),
+        (8, 6, 0.8333),
+        (6, 6, 0.5625),
+        (5, 8, 0.5469),
+    ):
+        chosen = explore(engine, family="STATIC", q_min=bits, q_grad=q_grad)["chosen"]
+        assert round(chosen["relative_cost"], 4) == cost
+    spent = explore(engine, family="STATIC", q_min=4)["chosen"]["spent"]
     assert spent == {"forward": 16 / 192, "error": 32 / 192, "weight": 32 / 192}
 
 
 def test_explorer_rounds_halves_to_even(engine):
-    places = (0.5, 1.5, 2.5, 0.49999999999999994, 4.500000000000001)
-    assert run(engine, f"{list(places)}.map(scheduleMath(CONSTANTS).rint)") == [
-        0,
-        2,
-        2,
-        0,
-        5,
-    ]
+    numbers = [0.5, 1.5, 2.5, 0.49999999999999994, 4.500000000000001]
+    rounded = run(engine, f"{numbers}.map(scheduleMath(CONSTANTS).rint)")
+    assert rounded == [0, 2, 2, 0, 5]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +156,7 @@ def test_explorer_rounds_halves_to_even(engine):
     ],
 )
 def test_explorer_rejects_invalid_settings_in_a_sentence(engine, wrong, said):
-    assert said in explored(engine, settings(**wrong))["refused"]
+    assert said in explore(engine, **wrong)["refused"]
 
 
 def js(tensor):
@@ -198,23 +175,20 @@ def test_explorer_noise_equals_library(engine, key, count):
 def test_explorer_rounding_equals_library(engine, bits):
     torch.manual_seed(bits)
     levels, key = torch.tensor(2.0**bits - 1), torch.tensor(99)
-    for x in (
+    tensors = (
         torch.randn(32, 64),
         torch.rand(64, 10).relu() / 7,
         torch.full((4, 6), 0.3),
-    ):
-        shape = f"{js(x)}, {bits}"
-        assert (
-            run(engine, f"Array.from(rounded({shape}))")
-            == cpt.quantize(x, bits).flatten().tolist()
-        )
-        rows = run(engine, f"Array.from(rounded({shape}, {len(x)}))")
-        assert rows == cpt.quantize(x, bits, "linear_weight").flatten().tolist()
-        noisy = run(engine, f"Array.from(rounded({shape}, 1, 99n))")
-        assert (
-            noisy
-            == grids.fake_quantize(x, levels, "per_tensor", key)[0].flatten().tolist()
-        )
+    )
+    for x in tensors:
+        noisy = grids.fake_quantize(x, levels, "per_tensor", key)[0]
+        for options, expected in (
+            ("", cpt.quantize(x, bits)),
+            (f", {len(x)}", cpt.quantize(x, bits, "linear_weight")),
+            (", 1, 99n", noisy),
+        ):
+            numbers = run(engine, f"Array.from(rounded({js(x)}, {bits}{options}))")
+            assert numbers == expected.flatten().tolist()
 
 
 @pytest.mark.parametrize(("bits", "q_grad"), [(8, 8), (3, 8), (5, 4)])
