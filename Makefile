@@ -33,9 +33,9 @@ NO_NETWORK := "NewConnectionError|Name or service not known|name resolution|Netw
 CPT := $(BIN)/python -m cpt_lab
 # The many processes that tests start compile the package once, also where Python was told to keep no bytecode.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Three processes, for two cores: tests that start programs wait for them. Each takes file after file in the order of
-# tests/conftest.py, where what takes long comes first.
-PYTESTS := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
+# Three processes, for two cores: tests that start programs wait for them. Tests run in any order; only the cells of a
+# notebook stay together (tests/conftest.py).
+PYTESTS := $(PYTEST) -n 3
 
 .PHONY: help setup lint check test reproduce notebooks book evidence bench demo-check mutants third-party trackers wheel image compat chromium browser lock clean distclean
 

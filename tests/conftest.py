@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import WITH_CUDA
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from cpt_extras.kernels.backend import backend
 from cpt_extras.kernels.cpp import build
@@ -67,16 +68,32 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+class NotebookScheduling(LoadScopeScheduling):
+    """Distribution of single tests to processes; the cells of a notebook stay together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        notebook, separator, _ = nodeid.partition("ipynb::")
+        return notebook if separator else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: object
+) -> NotebookScheduling:
+    """Return the distribution of tests for ``-n``."""
+    return NotebookScheduling(config, log)
+
+
+def _is_short(item: pytest.Item) -> bool:
+    """Return whether a test is neither a cell of a notebook nor marked slow."""
+    return item.path.suffix != ".ipynb" and not item.get_closest_marker("slow")
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Begin with files that take long, so that at the end no process waits; leave out what needs a device."""
-    long = {
-        item.path
-        for item in items
-        if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")
-    }
-    items.sort(key=lambda item: item.path not in long)
+    """Begin with what takes long, so that at the end no process waits; leave out what needs a device."""
+    items.sort(key=_is_short)
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(
             items=[item for item in items if item.get_closest_marker("gpu")]
