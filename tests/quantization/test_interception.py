@@ -705,22 +705,28 @@ def test_interception_of_concurrent_threads():
             assert num_modes == 0
 
 
-def test_interception_of_data_parallel_replicas():
-    model, x = quantize_(nn.Linear(4, 4)), torch.randn(3, 4)
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_data_parallel_replica_has_its_own_ranges(is_computed):
+    """Cover a computed weight, which belongs to the running module."""
+
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
+    if is_computed:
+        model = FunctionModule(
+            lambda m, x: F.linear(x, 2 * m.weight), weight=model.weight
+        )
+    quantize_(model)
     with precision(model, 3):
         # as ``DataParallel`` makes them
         replica = model._replicate_for_data_parallel()
-        weights = {
-            name: p.detach().clone()
-            for name, p in model.named_parameters(recurse=False)
-        }
-        replica.weight, replica.bias = weights["weight"], weights["bias"]
-        replica._former_parameters = weights
+        replica.weight, replica.bias = model.weight.detach().clone(), None
+        replica._former_parameters = {"weight": replica.weight}
         replica._modules["precision"] = model.precision._replicate_for_data_parallel()
         ranges = {name: x.clone() for name, x in model.precision.ranges().items()}
         vars(replica.precision).update(ranges)
-        assert torch.equal(replica(x), model(x))
-        assert float(replica.precision.running_input[2]) > 0
+        y = replica(x)
+        assert not any(running[2] for running in model.precision.ranges().values())
+        assert all(running[2] for running in replica.precision.ranges().values())
+        assert torch.equal(y, model(x))
 
 
 def test_interception_keeps_user_torch_function_modes():
