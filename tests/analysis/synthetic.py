@@ -62,8 +62,13 @@ def text_of(result):
         return str(result)
     frame = result.copy()
     for name in frame.select_dtypes("number"):
-        frame[name] = [f"{value:.4g}" for value in frame[name].astype(float)]
+        frame[name] = [number_text(value) for value in frame[name].astype(float)]
     return terminal(frame)
+
+
+def number_text(value):
+    """Return four digits of a number, without errors of arithmetic around zero."""
+    return f"{round(value, 9) + 0.0:.4g}"
 
 
 def figure_text(figure):
@@ -89,6 +94,9 @@ def line_text(line):
     label = line.get_label()
     words = ["" if label.startswith("_") else label, line.get_marker()]
     words += [to_hex(line.get_color()), to_hex(line.get_markeredgecolor())]
-    points = [f"({x:.4g}, {y:.4g})" for x, y in line.get_xydata()[:8].astype(float)]
+    points = [
+        f"({number_text(x)}, {number_text(y)})"
+        for x, y in line.get_xydata()[:8].astype(float)
+    ]
     more = f" and {len(line.get_xdata()) - 8} more" if len(line.get_xdata()) > 8 else ""
     return f"{' '.join(words)}: {' '.join(points)}{more}"
