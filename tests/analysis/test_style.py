@@ -18,7 +18,7 @@ from cpt_lab.analysis import quality_cost, schedules, style
 from cpt_lab.analysis.figures import figure_3, figure_6, figure_7, figure_8
 from cpt_lab.analysis.rounding import error_over_training
 from cpt_lab.analysis.run_table import load
-from cpt_lab.paths import ROOT, results_dir
+from cpt_lab.paths import results_dir
 from cpt_lessons import detection, diagrams, graphs, images, teaching_figures
 
 pytestmark = pytest.mark.slow
@@ -215,16 +215,6 @@ def test_figure_meets_contrast_and_size_limits(name):
     description = figure.description()
     assert len(description) > 20
     assert "\n" not in description
-
-
-def test_font_sizes_stay_above_minimum():
-    """Check the font sizes in all source files, including figures not drawn here."""
-    sizes = []
-    for path in ROOT.glob("cpt_*/**/*.py"):
-        source = path.read_text(encoding="utf-8")
-        sizes += re.findall(r"\b(?:font|label|text)size=([\d.]+)", source)
-    assert len(sizes) > 20
-    assert min(map(float, sizes)) >= style.SMALL_FONT_SIZE
 
 
 def test_text_colors_match_marker_hues():
