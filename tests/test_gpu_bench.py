@@ -117,6 +117,7 @@ def test_gpu_bench_packing_sums_process_rates(folder, monkeypatch, capfd):
     }
 
 
+@pytest.mark.slow
 def test_gpu_bench_evidence_resumes_in_ordinary_store(folder, monkeypatch):
     specs = parts.treebank(dry=True)
     store = stores.store_path("smoke", "language_model")

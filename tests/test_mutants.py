@@ -71,6 +71,7 @@ def test_mutant_that_no_longer_fits_is_stale(change, why, project):
     assert try_mutant(mutant(*change), project).startswith("STALE: ")
 
 
+@pytest.mark.slow
 def test_canary_fails_on_surviving_mutants(project, capsys):
     killed, alive, broken = (
         mutant("x / 2", "x / 4"),
@@ -94,6 +95,7 @@ def test_canary_fails_on_surviving_mutants(project, capsys):
     assert (project / "cpt_core" / "half.py").read_text() == PROJECT["cpt_core/half.py"]
 
 
+@pytest.mark.slow
 def test_canary_fails_if_unmutated_tests_fail(project, capsys):
     assert not try_all([mutant("x / 2", "x", "test_red.py")], 2, project)
     assert "the tests are not green without a mutant either" in capsys.readouterr().out
@@ -231,6 +233,7 @@ def test_changed_lines_since_commit(repository):
     refused(r"git diff .* nowhere", changed_lines, "nowhere", repository)
 
 
+@pytest.mark.slow
 def test_made_mutants_cover_changed_lines(repository, capsys):
     found = [
         m for m in make_mutants("HEAD~1", repository) if m.file == "cpt_core/half.py"

@@ -423,7 +423,7 @@ def preregistered_outcomes():
         cpu_step_times,
         cost_of_paper_runs,
         schedule_comparisons,
-        allocated_bits,
+        pytest.param(allocated_bits, marks=pytest.mark.slow),
         preregistered_outcomes,
     ],
 )

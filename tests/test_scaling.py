@@ -35,6 +35,7 @@ def squares(n):
     return sum(1 for i in range(n) for j in range(n))
 
 
+@pytest.mark.slow
 def test_count_work_finds_loops_memory_and_files(tmp_path):
     """Find quadratic loops in one line, quadratic memory, and a file reread for every entry."""
     path = tmp_path / "numbers"
@@ -51,6 +52,7 @@ def test_count_work_finds_loops_memory_and_files(tmp_path):
         assert ratios(small, large)[kind] > 14
 
 
+@pytest.mark.slow
 def test_count_work_is_deterministic():
     assert count_work(lambda: squares(50))[:2] == count_work(lambda: squares(50))[:2]
 

@@ -470,7 +470,16 @@ def legal(name, argument, odd):
     )
 
 
-@pytest.mark.parametrize("name", CALLS)
+SLOW = ("export", "precision_range_test", "sensitivity", "try_precision")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+        for name in CALLS
+    ],
+)
 @pytest.mark.filterwarnings("ignore:one seed")
 def test_public_callables_reject_odd_values_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
