@@ -708,7 +708,6 @@ def test_interception_of_concurrent_threads():
 @pytest.mark.parametrize("is_computed", [False, True])
 def test_data_parallel_replica_has_its_own_ranges(is_computed):
     """Cover a computed weight, which belongs to the running module."""
-
     model, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
     if is_computed:
         model = FunctionModule(
