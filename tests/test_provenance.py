@@ -39,30 +39,30 @@ def test_cpu_has_model_and_wide_instructions(tmp_path, monkeypatch):
 
 def test_cpu_of_unknown_system_has_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_info, "CPU_INFO", tmp_path / "none")
-    found = cpu_info.cpu()
-    assert found["cpu"]
-    assert found["instructions"] == []
+    result = cpu_info.cpu()
+    assert result["cpu"]
+    assert result["instructions"] == []
 
 
 def test_machine_has_threads_switches_and_libraries(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.delenv("MKL_CBWR", raising=False)
-    found = provenance.machine()
-    assert found["threads"] == torch.get_num_threads()
-    assert found["switches"]["ONEDNN_MAX_CPU_ISA"] == "AVX2"
-    assert "MKL_CBWR" not in found["switches"]
-    assert found["onednn"]
-    assert found["onednn"] in torch.__config__.show()
+    result = provenance.machine()
+    assert result["threads"] == torch.get_num_threads()
+    assert result["switches"]["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert "MKL_CBWR" not in result["switches"]
+    assert result["onednn"]
+    assert result["onednn"] in torch.__config__.show()
 
 
 def test_versions_cover_imported_libraries(monkeypatch):
     monkeypatch.setitem(provenance.LIBRARIES, "pretended", "torch")
     monkeypatch.setitem(provenance.LIBRARIES, "absent", "no_such_module")
-    found = provenance.versions()
+    result = provenance.versions()
     full = torch.__version__
-    assert found["torch"] in (full, full.partition("+")[0])
-    assert found["pretended"] == "not installed"
-    assert "absent" not in found
+    assert result["torch"] in (full, full.partition("+")[0])
+    assert result["pretended"] == "not installed"
+    assert "absent" not in result
 
 
 # --- commit ---------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ def without_commits(folder, monkeypatch):
 )
 def test_find_commit_gives_reason_without_commit(kind, reason, checkout, monkeypatch):
     kind(checkout, monkeypatch)
-    found = provenance.find_commit()
-    assert (found.name, found.dirty) == (None, None)
-    assert re.search(reason, found.reason), found.reason
+    result = provenance.find_commit()
+    assert (result.name, result.dirty) == (None, None)
+    assert re.search(reason, result.reason), result.reason
     monkeypatch.setattr(provenance, "_has_warned_of_commit", False)
     message = r"rows name no commit \(null\): .*cpt doctor"
     with pytest.warns(MachineWarning, match=message):

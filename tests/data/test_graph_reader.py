@@ -61,12 +61,12 @@ def test_bidirected_matches_dense_matrix(self_loops):
 
 
 def test_graph_reader_loads_npz_archive(data_folder):
-    found = load_archive(data_folder, {"self_loops": True})
-    assert found.title == "own graph (g)"
-    assert torch.equal(found.features, torch.from_numpy(ARRAYS["features"]))
-    assert torch.equal(found.labels, torch.from_numpy(ARRAYS["labels"]))
-    assert (split_sizes(found), found.classes) == ([30, 10, 20], 3)
-    assert found.graph.in_degrees.min() >= 1
+    result = load_archive(data_folder, {"self_loops": True})
+    assert result.title == "own graph (g)"
+    assert torch.equal(result.features, torch.from_numpy(ARRAYS["features"]))
+    assert torch.equal(result.labels, torch.from_numpy(ARRAYS["labels"]))
+    assert (split_sizes(result), result.classes) == ([30, 10, 20], 3)
+    assert result.graph.in_degrees.min() >= 1
     standardized = load_archive(data_folder, {"standardize": True}).features
     torch.testing.assert_close(standardized.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
     torch.testing.assert_close(standardized.std(0, correction=0), torch.ones(4))
@@ -103,21 +103,21 @@ def test_graph_reader_accepts_sparse_features(data_folder):
         (sparse_features(repeated=True), [1, 0, 1, 0]),
         (sparse_features(repeated=True, feat_data=values), [1, 0, 5, 0]),
     ):
-        found = load_archive(data_folder, **labels, **arrays)
+        result = load_archive(data_folder, **labels, **arrays)
         expected = torch.zeros(NODES, 4)
         expected[:30] = torch.tensor(row, dtype=torch.float32)
-        assert torch.equal(found.features, expected)
-        assert torch.equal(found.labels, torch.from_numpy(ARRAYS["labels"]))
+        assert torch.equal(result.features, expected)
+        assert torch.equal(result.labels, torch.from_numpy(ARRAYS["labels"]))
 
 
 def test_graph_reader_draws_missing_split(data_folder):
     labels = ARRAYS["labels"].copy()
     labels[7] = -1
     arrays = {"features": None, "labels": None, "x": ARRAYS["features"], "y": labels}
-    found = load_archive(data_folder, **NO_SPLIT, **arrays)
-    assert found.title == "own graph (g), nodes drawn 6 : 2 : 2"
-    assert split_sizes(found) == [35, 12, 12]
-    nodes = torch.cat([found.train, found.valid, found.test])
+    result = load_archive(data_folder, **NO_SPLIT, **arrays)
+    assert result.title == "own graph (g), nodes drawn 6 : 2 : 2"
+    assert split_sizes(result) == [35, 12, 12]
+    nodes = torch.cat([result.train, result.valid, result.test])
     assert sorted(nodes.tolist()) == [*range(7), *range(8, NODES)]
 
 
@@ -125,12 +125,12 @@ def test_graph_reader_accepts_integers_and_missing_labels(data_folder):
     labels, outside = ARRAYS["labels"].astype(float), ARRAYS["valid_idx"]
     labels[outside] = np.nan
     features = np.arange(NODES * 2).reshape(NODES, 2)
-    found = load_archive(
+    result = load_archive(
         data_folder, features=features, labels=labels, valid_idx=np.empty(0, int)
     )
-    assert found.features.dtype == torch.float32
-    assert found.labels[outside].eq(-1).all()
-    assert len(found.valid) == 0
+    assert result.features.dtype == torch.float32
+    assert result.labels[outside].eq(-1).all()
+    assert len(result.valid) == 0
 
 
 def masks(form):
@@ -154,10 +154,10 @@ def masks(form):
     ids=["(splits, N)", "(N, splits)", "(N,)", "ones and zeros"],
 )
 def test_graph_reader_accepts_mask_layouts(form, data_folder):
-    found = load_archive(data_folder, **masks(form))
+    result = load_archive(data_folder, **masks(form))
     for part in SPLITS:
-        assert getattr(found, part).tolist() == sorted(ARRAYS[f"{part}_idx"])
-    assert torch.equal(found.test_labels, found.labels[found.test])
+        assert getattr(result, part).tolist() == sorted(ARRAYS[f"{part}_idx"])
+    assert torch.equal(result.test_labels, result.labels[result.test])
 
 
 def changed(name, index, value):
@@ -284,20 +284,20 @@ def ogb_cases():
 
 
 def test_graph_reader_loads_planetoid(data_folder):
-    found = load_own(data_folder, "graph", planetoid())
-    assert torch.equal(found.features, torch.arange(30.0).view(10, 3))
-    assert found.labels.tolist() == [i % 3 for i in range(10)]
-    assert found.test.tolist() == [7, 8, 9]
-    assert found.graph.in_degrees.tolist() == [2] * 10
+    result = load_own(data_folder, "graph", planetoid())
+    assert torch.equal(result.features, torch.arange(30.0).view(10, 3))
+    assert result.labels.tolist() == [i % 3 for i in range(10)]
+    assert result.test.tolist() == [7, 8, 9]
+    assert result.graph.in_degrees.tolist() == [2] * 10
 
 
 def test_graph_reader_keeps_undescribed_planetoid_nodes(data_folder):
     """Keep nodes that no file describes, as CiteSeer's test.index leaves out numbers."""
     files = {**planetoid(), "ind.tiny.test.index": b"8\n7\n11"}
-    found = load_own(data_folder, "graph", files)
-    assert (len(found.labels), found.test.tolist()) == (12, [7, 8, 11])
-    assert found.labels[[9, 10]].tolist() == [-1, -1]
-    assert found.features[[9, 10]].eq(0).all()
+    result = load_own(data_folder, "graph", files)
+    assert (len(result.labels), result.test.tolist()) == (12, [7, 8, 11])
+    assert result.labels[[9, 10]].tolist() == [-1, -1]
+    assert result.features[[9, 10]].eq(0).all()
 
 
 def damaged_matrix(**parts):
@@ -380,8 +380,8 @@ def test_graph_reader_names_missing_files(data_folder):
         ("no.npz", "no file"),
         ("no/folder/", "no file or folder"),
     ):
-        asked = own_recipe("graph", dataset)
-        refused(message, load_graph, asked, error=DataNotFoundError)
+        config = own_recipe("graph", dataset)
+        refused(message, load_graph, config, error=DataNotFoundError)
     (data_folder / "mine").mkdir()
     refused("holds no graph", load_graph, own_recipe("graph"))
 
@@ -390,17 +390,17 @@ def test_graph_reader_names_missing_files(data_folder):
 
 
 def test_graph_reader_loads_embedded_digits():
-    found = load_graph(recipe("smoke", "digits-graph"))
-    assert torch.bincount(found.labels[found.train]).tolist() == [5] * 10
-    assert len(found.labels) == 1797
+    result = load_graph(recipe("smoke", "digits-graph"))
+    assert torch.bincount(result.labels[result.train]).tolist() == [5] * 10
+    assert len(result.labels) == 1797
     title = "scikit-learn digits, 8-nearest-neighbour graph,"
-    assert found.title.startswith(title)
+    assert result.title.startswith(title)
 
 
 def test_random_graph_has_dataset_shapes():
-    found = random_graph(recipe("paper", "ogbn-arxiv"))
-    assert found.features.shape == (169_343, 128)
-    assert "random" in found.title
+    result = random_graph(recipe("paper", "ogbn-arxiv"))
+    assert result.features.shape == (169_343, 128)
+    assert "random" in result.title
 
 
 # --- OGB itself -----------------------------------------------------------------------------------
@@ -433,21 +433,25 @@ def test_graph_reader_loads_ogb_folder(arxiv, data_folder):
     (arxiv / "processed").mkdir()
     for name in ("data_processed", "dgl_data_processed", "geometric_data_processed.pt"):
         torch.save(Bomb(executed), arxiv / "processed" / name)
-    found = load_graph(ARXIV)
+    result = load_graph(ARXIV)
     assert not executed.exists()
-    assert (found.title, found.classes, found.ogb) == ("OGBN-Arxiv", 40, "ogbn-arxiv")
-    assert torch.equal(found.labels, torch.from_numpy(ARRAYS["labels"]))
+    assert (result.title, result.classes, result.ogb) == (
+        "OGBN-Arxiv",
+        40,
+        "ogbn-arxiv",
+    )
+    assert torch.equal(result.labels, torch.from_numpy(ARRAYS["labels"]))
     for part in SPLITS:
-        assert getattr(found, part).tolist() == ARRAYS[f"{part}_idx"].tolist()
+        assert getattr(result, part).tolist() == ARRAYS[f"{part}_idx"].tolist()
     expected = to_bidirected(*ARRAYS["edge_index"], NODES, self_loops=True)
-    assert torch.equal(found.graph.indices, expected.indices)
+    assert torch.equal(result.graph.indices, expected.indices)
     exact = load_archive(data_folder, {"standardize": True}).features
     # OGB's tables have six digits.
-    torch.testing.assert_close(found.features, exact, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result.features, exact, atol=1e-5, rtol=0)
     settings = {"self_loops": True, "standardize": ARXIV.standardize}
     own_graph = load_graph(own_recipe("graph", str(arxiv), **settings))
     assert own_graph.title == "own graph (ogbn_arxiv)"
-    assert own_graph.checksum == found.checksum
+    assert own_graph.checksum == result.checksum
 
 
 def test_graph_reader_rejects_unofficial_ogb(arxiv, monkeypatch):
@@ -491,8 +495,8 @@ def test_ogb_evaluator_is_silent_and_offline():
 def test_ogb_evaluator_matches_accuracy():
     labels, predicted = np.random.default_rng(0).integers(0, 4, (2, 100, 1))
     evaluator = graph_readers.ogb_evaluator("ogbn-arxiv")
-    found = evaluator.eval({"y_true": labels, "y_pred": predicted})
-    assert found["acc"] == pytest.approx((labels == predicted).mean())
+    result = evaluator.eval({"y_true": labels, "y_pred": predicted})
+    assert result["acc"] == pytest.approx((labels == predicted).mean())
 
 
 def zipped(folder, **more):

@@ -337,9 +337,9 @@ def test_repeated_files_compares_whole_content(tmp_path):
     paths = {name: str(tmp_path / name) for name in contents}
     missing = str(tmp_path / "missing")
     others = [paths[name] for name in contents if name != "a"]
-    found = identical_files([paths["a"], missing], [*others, missing])
-    assert found == {paths["b"]: paths["a"], paths["c"]: paths["a"]}
-    assert duplicate_files([*paths.values(), missing]) == found
+    result = identical_files([paths["a"], missing], [*others, missing])
+    assert result == {paths["b"]: paths["a"], paths["c"]: paths["a"]}
+    assert duplicate_files([*paths.values(), missing]) == result
     assert duplicate_files(others) == {paths["c"]: paths["b"]}
 
 
@@ -366,12 +366,12 @@ def test_digits_split_matches_committed_rows(store):
 def test_image_reader_holds_out_every_fifth(size, place, data_folder):
     """Hold out every fifth image of each class if there is no split."""
     files = {place + name: file for name, file in class_folders(10).items()}
-    found = load_own(data_folder, "image", files, size=size)
-    assert "own images (mine), a fifth drawn to test on" in found.title
-    assert split_sizes(found) == [14, 2, 4]
-    assert sorted(labels_of(found.test)) == [0, 0, 1, 1]
+    result = load_own(data_folder, "image", files, size=size)
+    assert "own images (mine), a fifth drawn to test on" in result.title
+    assert split_sizes(result) == [14, 2, 4]
+    assert sorted(labels_of(result.test)) == [0, 0, 1, 1]
     if size == IN_MEMORY:
-        pixels = [*found.train.images, *found.valid.images, *found.test.images]
+        pixels = [*result.train.images, *result.valid.images, *result.test.images]
         assert len({image.numpy().tobytes() for image in pixels}) == 20
 
 
@@ -396,10 +396,10 @@ def test_image_test_subset_keeps_file_order(data_folder):
 def test_image_reader_keeps_copies_in_one_split(size, data_folder):
     files = pets(count=10)
     files |= renamed(files, "/", "/copy of ")
-    found = load_own(data_folder, "image", files, size=size, valid_images=0)
+    result = load_own(data_folder, "image", files, size=size, valid_images=0)
     contents = [
         {np.asarray(image).tobytes() for image in images_of(split)}
-        for split in (found.train, found.test)
+        for split in (result.train, result.test)
     ]
     assert not contents[0] & contents[1]
     assert len(contents[1]) > 0
@@ -416,8 +416,8 @@ def images_of(split):
 def test_image_reader_counts_validation_copies(size, data_folder):
     files = pets("train", "val")
     copies = {f"train/cat/copy{i}.png": files["train/cat/0.png"] for i in range(20)}
-    found = load_own(data_folder, "image", files | copies, size=size, valid_images=10)
-    (overlap,) = (text for topic, text in found.report.facts if topic == "overlap")
+    result = load_own(data_folder, "image", files | copies, size=size, valid_images=10)
+    (overlap,) = (text for topic, text in result.report.facts if topic == "overlap")
     assert re.match(
         r"\d of 10 validation images (have the pixels of a|are copies of) training image",
         overlap,
@@ -427,9 +427,9 @@ def test_image_reader_counts_validation_copies(size, data_folder):
 @both_places
 def test_image_reader_numbers_validation_classes_by_training(size, data_folder):
     files = image_folder(("a", "b", "c"), ("b", "c"))
-    found = load_own(data_folder, "image", files, size=size)
-    assert labels_of(found.test) == [1] * 4 + [2] * 4
-    assert found.classes == 3
+    result = load_own(data_folder, "image", files, size=size)
+    assert labels_of(result.test) == [1] * 4 + [2] * 4
+    assert result.classes == 3
 
 
 @both_places
@@ -443,9 +443,9 @@ def test_read_whole_returns_majority_class_accuracy(size, data_folder):
 @both_places
 def test_image_reader_uses_small_folder_whole(size, data_folder):
     counts = {"train_images": 500, "valid_images": 100, "test_images": 100}
-    found = load_own(data_folder, "image", image_folder(), size=size, **counts)
-    assert split_sizes(found) == [7, 1, 8]
-    assert found.title.endswith("7 training and 1 validation images")
+    result = load_own(data_folder, "image", image_folder(), size=size, **counts)
+    assert split_sizes(result) == [7, 1, 8]
+    assert result.title.endswith("7 training and 1 validation images")
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -473,10 +473,10 @@ def test_image_archives_of_equal_name_stay_separate(data_folder):
         "b/x.npz": packed_images(dark, bright[4]),
     }
     write(data_folder, files)
-    found = load_images(small("a/x.npz,b/x.npz", size=20, valid_images=0))
-    facts = report_lines(found)
+    result = load_images(small("a/x.npz,b/x.npz", size=20, valid_images=0))
+    facts = report_lines(result)
     assert "read: a/x.npz: 4 images, 24 x 20 pixels, 3 channels" in facts
-    assert found.test.images[0].max() <= 1000 >> 4  # the scale of both archives
+    assert result.test.images[0].max() <= 1000 >> 4  # the scale of both archives
 
 
 @pytest.fixture
@@ -521,8 +521,8 @@ def test_image_reader_loads_cifar10(cifar10):
     assert shrunk.title == "CIFAR-10, 16 x 16"
     assert shrunk.checksum != images.checksum
     (cifar10 / "cifar-10-batches-py/test_batch").write_bytes(b"damaged")
-    asked = small("cifar10", size=32)
-    refused("or is damaged", load_images, asked, error=DataNotFoundError)
+    config = small("cifar10", size=32)
+    refused("or is damaged", load_images, config, error=DataNotFoundError)
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -574,11 +574,11 @@ def test_open_rgb_applies_exif_orientation(orientation, kind, tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encoded(image, kind, orientation))
     with Image.open(path) as stored:
-        wanted = ImageOps.exif_transpose(stored).convert("RGB")
-    found = open_rgb(path)
-    assert found.size == wanted.size
-    assert np.array_equal(np.asarray(found), np.asarray(wanted))
-    assert inspect_image_file(path).shown_size == (found.height, found.width)
+        expected = ImageOps.exif_transpose(stored).convert("RGB")
+    result = open_rgb(path)
+    assert result.size == expected.size
+    assert np.array_equal(np.asarray(result), np.asarray(expected))
+    assert inspect_image_file(path).shown_size == (result.height, result.width)
     if kind != "TIFF":  # which PIL turns in any case
         assert open_rgb(path, turn=False).size == image.size
 
@@ -593,8 +593,8 @@ def test_image_reader_turns_images_upright(data_folder):
         stored = Image.fromarray(shown).transpose(Image.Transpose(transposition))
         name = f"train/cat/turned{orientation}.png"
         files[name] = encoded(stored, "PNG", orientation)
-    found = load_own(data_folder, "image", files, valid_images=0)
-    upright = (found.train.images == torch.from_numpy(shown).permute(2, 0, 1)).all(3)
+    result = load_own(data_folder, "image", files, valid_images=0)
+    upright = (result.train.images == torch.from_numpy(shown).permute(2, 0, 1)).all(3)
     assert upright.all(2).all(1).sum() == 7
 
 
@@ -610,19 +610,19 @@ def test_open_rgb_ignores_broken_exif(tmp_path):
 def test_image_reader_scales_deep_grey_images(bits, kind, data_folder):
     """Map the largest value of grey images of 9 to 16 bits to 255, and report the depth."""
     files = grey_pets(2**bits - 1, kind=kind, size=(16, 16))
-    found = load_own(data_folder, "image", files)
-    assert (found.train.images.min(), found.train.images.max()) == (0, 255)
-    assert len(found.train.images[0].unique()) > 100
-    assert f"{bits} bits" in "\n".join(report_lines(found))
+    result = load_own(data_folder, "image", files)
+    assert (result.train.images.min(), result.train.images.max()) == (0, 255)
+    assert len(result.train.images[0].unique()) > 100
+    assert f"{bits} bits" in "\n".join(report_lines(result))
 
 
 def test_image_reader_scales_depth_by_dataset(data_folder):
     """Scale 12-bit images by the largest value of the data set, so that dark images stay dark."""
     files = grey_pets(4095) | {"cat/0.png": grey_picture(500)}
-    found = load_own(data_folder, "image", files, size=ON_DISK)
-    paths = [path for path, _ in found.train.dataset.samples]
+    result = load_own(data_folder, "image", files, size=ON_DISK)
+    paths = [path for path, _ in result.train.dataset.samples]
     (index,) = (i for i, path in enumerate(paths) if path.endswith("cat/0.png"))
-    assert np.asarray(found.train.dataset[index][0]).max() == 500 >> 4
+    assert np.asarray(result.train.dataset[index][0]).max() == 500 >> 4
     alone = open_rgb(data_folder / "mine/cat/0.png")
     assert np.asarray(alone).max() == 500 >> 1
 
@@ -657,10 +657,10 @@ def test_rgb_rejects_other_depths(pixels, message):
 
 
 def batches_of(images, **changes):
-    asked = small(size=6, **{"crop": 2, "flip": True, **changes})
+    config = small(size=6, **{"crop": 2, "flip": True, **changes})
     holder = ImageData("t", 10, 1, (0.0,), (1 / 255,), None, None, None, "")
     split = ArrayImages(images, torch.arange(len(images)))
-    return array_batches(split, holder, asked, 0, CPU, 0)
+    return array_batches(split, holder, config, 0, CPU, 0)
 
 
 def test_image_batches_cover_each_epoch_once():
@@ -694,20 +694,20 @@ def test_image_folder_batches_resume_exactly(data_folder):
     files = pictures(*pets("train", ending="jpg"), size=(80, 84))
     files |= pictures(*pets("val", count=3, ending="jpg"), size=(80, 84))
     write(data_folder / "mine", files)
-    asked = small(size=72, crop="resized", flip=True)
-    images = load_images(asked)
+    config = small(size=72, crop="resized", flip=True)
+    images = load_images(config)
     assert split_sizes(images) == [10, 2, 6]
     straight = list(
-        itertools.islice(file_batches(images.train, asked, 0, CPU, 0, 0), 6)
+        itertools.islice(file_batches(images.train, config, 0, CPU, 0, 0), 6)
     )
     assert [len(y) for _, y in straight[:3]] == [4, 4, 2]
     x, y = straight[5]
     for workers in (0, 1):
-        resumed, labels = next(file_batches(images.train, asked, 0, CPU, workers, 5))
+        resumed, labels = next(file_batches(images.train, config, 0, CPU, workers, 5))
         assert torch.equal(resumed, x)
         assert torch.equal(labels, y)
     shared = file_batches(
-        images.train, asked, 0, CPU, 0, 5, share=lambda keys: keys[1:]
+        images.train, config, 0, CPU, 0, 5, share=lambda keys: keys[1:]
     )
     assert torch.equal(next(shared)[0], x[1:])  # a process reads no more than its part
     evaluated, _ = next(evaluation_batches(images.test, images, 72, CPU, 0))
@@ -720,5 +720,5 @@ def test_image_folder_batches_resume_exactly(data_folder):
 def test_image_batches_normalise_like_imagenet():
     red = Image.new("RGB", (80, 80), (255, 0, 0))
     images, _ = next(evaluation_batches([(red, 0)], None, 72, CPU, 0))
-    wanted = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
-    assert images[0, :, 36, 36].tolist() == pytest.approx(wanted, rel=1e-5)
+    expected = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
+    assert images[0, :, 36, 36].tolist() == pytest.approx(expected, rel=1e-5)

@@ -26,18 +26,18 @@ ARRAYS = {
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize("name", ARRAYS)
 def test_load_inert_matches_pickle(name, protocol):
-    wanted = ARRAYS[name]
-    found = to_array(load_inert(pickle.dumps(wanted, protocol)))
-    assert found.shape == wanted.shape
-    assert np.array_equal(found, wanted)
+    expected = ARRAYS[name]
+    result = to_array(load_inert(pickle.dumps(expected, protocol)))
+    assert result.shape == expected.shape
+    assert np.array_equal(result, expected)
 
 
 def test_load_inert_reads_sparse_matrices():
-    wanted = scipy.sparse.csr_matrix(np.eye(4, 5, dtype=np.float32))
-    found = to_csr_parts(load_inert(pickle.dumps(wanted, 2)))
-    assert found.shape == (4, 5)
+    expected = scipy.sparse.csr_matrix(np.eye(4, 5, dtype=np.float32))
+    result = to_csr_parts(load_inert(pickle.dumps(expected, 2)))
+    assert result.shape == (4, 5)
     for name in ("data", "indices", "indptr"):
-        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
+        assert np.array_equal(getattr(result, name), getattr(expected, name)), name
 
 
 def test_load_inert_reads_defaultdict_as_dict():
@@ -74,8 +74,8 @@ def test_load_inert_rejects_foreign_functions(function, arguments, capsys):
 
 
 def test_load_inert_replaces_list_calls():
-    found = load_inert(pickle.dumps(Call(list, "abc"), 2))
-    assert type(found).__name__ == "_List"
+    result = load_inert(pickle.dumps(Call(list, "abc"), 2))
+    assert type(result).__name__ == "_List"
 
 
 def array_pickle(shape=(2,), kind="i4", order="<", data=b"\1\0\0\0\2\0\0\0"):

@@ -96,10 +96,10 @@ def test_task_of_data_rejects_unknown_layouts(tmp_path, golden):
     for number, names in enumerate(UNKNOWN_LAYOUTS):
         folder = tmp_path / str(number)
         write(folder / "mine", dict.fromkeys(names.split(), b""))
-        asked = own_recipe("graph", f"{folder}/mine/")
-        message = error_text(task_for_data, asked.dataset)
+        config = own_recipe("graph", f"{folder}/mine/")
+        message = error_text(task_for_data, config.dataset)
         assert len(message) - len(str(folder)) < 300
-        assert message.partition("; found")[2] in error_text(check_data, asked)
+        assert message.partition("; found")[2] in error_text(check_data, config)
         blocks.append(f"[{names}]\n{message.replace(str(folder), 'DATA')}\n")
     golden("data/unknown_layouts.txt", "\n".join(blocks))
 
@@ -128,16 +128,16 @@ def test_check_data_rejects_missing_user_data(task):
 def test_check_data_suggests_download_command(dataset, data_folder):
     known = DATASETS[dataset]
     has_smoke = "smoke" in known.recipes or known.like
-    asked = recipe("smoke" if has_smoke else "paper", dataset)
+    config = recipe("smoke" if has_smoke else "paper", dataset)
     if known.embedded:
-        check_data(asked)
-        assert fingerprint(asked) == ""
+        check_data(config)
+        assert fingerprint(config) == ""
         return
     message = f"python -m cpt_lab download {dataset}"
-    for look in (check_data, LOAD[asked.task]):
-        refused(message, look, asked, error=DataNotFoundError)
+    for look in (check_data, LOAD[config.task]):
+        refused(message, look, config, error=DataNotFoundError)
     (data_folder / known.folders[0]).mkdir(parents=True)
-    check_data(asked)
+    check_data(config)
 
 
 # --- files that are not read ----------------------------------------------------------------------
@@ -242,13 +242,13 @@ def test_readers_name_damaged_files(layout, data_folder):
     """Name every damaged file and the reason in one short line."""
     task, make, _ = LAYOUTS[layout]
     files = make()
-    asked = own_recipe(task, write_own(data_folder, files))
+    config = own_recipe(task, write_own(data_folder, files))
     for name in kinds_of_files(files):
         path, whole = data_folder / "mine" / name, files[name]
         for damage, content in {**DAMAGED, "half": whole[: len(whole) // 2]}.items():
             path.write_bytes(content)
             try:
-                LOAD[task](asked)
+                LOAD[task](config)
             except (ValueError, DataNotFoundError) as error:
                 message = str(error)
                 assert re.search("mine[/:]", message), (name, damage, message)
@@ -334,29 +334,29 @@ def test_as_int64_vector_replaces_missing_numbers():
 def test_fingerprint_changes_with_files(layout, data_folder):
     task, make, _ = LAYOUTS[layout]
     files = make()
-    asked = own_recipe(task, write_own(data_folder, files))
-    before = fingerprint(asked)
-    assert before == fingerprint(asked) != ""
+    config = own_recipe(task, write_own(data_folder, files))
+    before = fingerprint(config)
+    assert before == fingerprint(config) != ""
     path = data_folder / "mine" / list(files)[-1]
     content, stat = path.read_bytes(), path.stat()
     path.write_bytes(bytes(len(content)))
-    assert (path.stat().st_size, fingerprint(asked) == before) == (stat.st_size, False)
+    assert (path.stat().st_size, fingerprint(config) == before) == (stat.st_size, False)
     for new_content, is_same in ((content + b"x", False), (content, True)):
         path.write_bytes(new_content)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        assert (fingerprint(asked) == before) == is_same
+        assert (fingerprint(config) == before) == is_same
     path.unlink()
-    assert fingerprint(asked) != before
+    assert fingerprint(config) != before
 
 
 def test_fingerprint_follows_links(data_folder):
-    asked = own_recipe("image", write_own(data_folder, image_folder()))
+    config = own_recipe("image", write_own(data_folder, image_folder()))
     folder = data_folder / "mine" / "train" / "a"
     folder.rename(data_folder / "elsewhere")
     folder.symlink_to(data_folder / "elsewhere")
-    before = fingerprint(asked)
+    before = fingerprint(config)
     (data_folder / "elsewhere" / "0.png").unlink()
-    assert fingerprint(asked) != before
+    assert fingerprint(config) != before
 
 
 def test_load_once_reloads_after_changes(data_folder, tmp_path_factory, monkeypatch):
@@ -392,7 +392,7 @@ def test_load_once_reloads_after_changes(data_folder, tmp_path_factory, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("wanted", "count", "sizes"),
+    ("limits", "count", "sizes"),
     [
         ((500, 100), 600, (500, 100)),
         ((500, 100), 360, (324, 36)),
@@ -404,15 +404,15 @@ def test_load_once_reloads_after_changes(data_folder, tmp_path_factory, monkeypa
         ((350, 100), 400, (350, 40)),
     ],
 )
-def test_split_sizes_shrink_for_small_data(wanted, count, sizes):
-    asked = own_recipe("image", train_images=wanted[0], valid_images=wanted[1])
-    assert sizes_within(asked, count) == sizes
+def test_split_sizes_shrink_for_small_data(limits, count, sizes):
+    config = own_recipe("image", train_images=limits[0], valid_images=limits[1])
+    assert sizes_within(config, count) == sizes
     used, held = sizes
     rest = range(count - held)[:used]
-    title = title_with_sizes("mine", asked, rest, range(held))
-    assert (title == "mine") == (sizes == wanted)
-    if sum(filter(None, wanted)) > count:
-        named = replace(asked, dataset="cifar10")
+    title = title_with_sizes("mine", config, rest, range(held))
+    assert (title == "mine") == (sizes == limits)
+    if sum(filter(None, limits)) > count:
+        named = replace(config, dataset="cifar10")
         refused(rf"images wanted, there are {count}", sizes_within, named, count)
 
 

@@ -132,12 +132,12 @@ NORMALIZED = v2.Compose(
 )
 
 
-def assert_same_pixels(found, wanted, device):
+def assert_same_pixels(result, expected, device):
     """Assert that pixels are equal bit for bit on the CPU, and nearly on a GPU."""
-    assert found.device.type == device.type
+    assert result.device.type == device.type
     if device.type == "cpu":
-        assert torch.equal(found, wanted)
-    torch.testing.assert_close(found.cpu(), wanted)
+        assert torch.equal(result, expected)
+    torch.testing.assert_close(result.cpu(), expected)
 
 
 def test_image_batches_normalise_like_torchvision(images, device):
@@ -150,11 +150,11 @@ def test_image_batches_normalise_like_torchvision(images, device):
     read.append([(evaluated(image), label) for image, label in images.test])
 
     batches = file_batches(images.train, IMAGES, 0, device, 0, 0)
-    found = list(itertools.islice(batches, 5))
-    found += evaluation_batches(images.test, images, 72, device, 0)
-    for (pixels, labels), samples in zip(found, read, strict=True):
-        wanted = torch.stack([NORMALIZED(image) for image, _ in samples])
-        assert_same_pixels(pixels, wanted, device)
+    result = list(itertools.islice(batches, 5))
+    result += evaluation_batches(images.test, images, 72, device, 0)
+    for (pixels, labels), samples in zip(result, read, strict=True):
+        expected = torch.stack([NORMALIZED(image) for image, _ in samples])
+        assert_same_pixels(pixels, expected, device)
         assert labels.device.type == device.type
         assert labels.tolist() == [label for _, label in samples]
 
@@ -167,17 +167,19 @@ def test_detection_batches_normalise_without_padding(device):
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         scenes.append(annotate_image(pixels, size, [[0, 0, 9, 9]], [1], [False]))
     data = _ImageGroups(scenes, SCENES, None)
-    found = list(detection_batches.evaluation_batches(scenes, SCENES, 0, device))
-    assert len(found) == len(detection_batches.aspect_groups(scenes, SCENES.batch)) == 2
-    for group, batch in enumerate(found):
+    result = list(detection_batches.evaluation_batches(scenes, SCENES, 0, device))
+    assert (
+        len(result) == len(detection_batches.aspect_groups(scenes, SCENES.batch)) == 2
+    )
+    for group, batch in enumerate(result):
         read = data[0, group]
         assert read.images.dtype == torch.uint8
-        wanted = torch.zeros(read.images.shape)
-        for place, image, (h, w) in zip(wanted, read.images, read.sizes, strict=True):
+        expected = torch.zeros(read.images.shape)
+        for place, image, (h, w) in zip(expected, read.images, read.sizes, strict=True):
             pixels = image[:, :h, :w].float() / 255
             normalized = v2.functional.normalize(pixels, IMAGENET_MEAN, IMAGENET_STD)
             place[:, :h, :w] = normalized
-        assert_same_pixels(batch.images, wanted, device)
+        assert_same_pixels(batch.images, expected, device)
         tensors = [t for target in batch.targets for t in target.values()]
         assert {t.device.type for t in tensors} == {device.type}
 
@@ -245,16 +247,16 @@ def test_image_batches_copy_to_gpu_asynchronously(monkeypatch):
         return [*itertools.islice(train, 5), *test]
 
     torch.manual_seed(0)
-    wanted = batches(CPU)
+    expected = batches(CPU)
     assert PinningLoader.pinned == [False, False]  # one loader for all epochs
     # The random numbers of the model are left alone.
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(0))
     with Phantom() as gpu:
-        found = batches(CUDA)
+        result = batches(CUDA)
         assert not gpu.waits
         # Copies from other than pinned memory would wait for the CPU.
         assert PinningLoader.pinned[2:] == [True, True]
-        for batch, wanted_batch in zip(found, wanted, strict=True):
+        for batch, wanted_batch in zip(result, expected, strict=True):
             for part, wanted_part in zip(batch, wanted_batch, strict=True):
                 assert part.device == CUDA
                 assert torch.equal(part.cpu(), wanted_part)

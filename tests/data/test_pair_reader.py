@@ -79,14 +79,14 @@ def official_files(*languages):
     return files | {path: tsv(rows)}
 
 
-def assert_plain(found, language="en", tests=("en",)):
+def assert_plain(result, language="en", tests=("en",)):
     """Assert that loaded pairs are those of ``pair_rows``."""
-    assert split_sizes(found)[:2] == [6, 3]
-    assert list(found.test) == list(tests)
-    assert found.train.label.tolist() == [0, 1, 2, 0, 1, 2]
-    assert found.train.premise.iloc[4] == f'"{language} train premise 4'
-    assert found.valid.hypothesis.iloc[2] == "validation hypothesis 2, NA"
-    for name, pairs in found.test.items():
+    assert split_sizes(result)[:2] == [6, 3]
+    assert list(result.test) == list(tests)
+    assert result.train.label.tolist() == [0, 1, 2, 0, 1, 2]
+    assert result.train.premise.iloc[4] == f'"{language} train premise 4'
+    assert result.valid.hypothesis.iloc[2] == "validation hypothesis 2, NA"
+    for name, pairs in result.test.items():
         premises = [f'"{name} test premise {i}' for i in range(4)]
         assert pairs.premise.tolist() == premises
 
@@ -96,9 +96,9 @@ def assert_plain(found, language="en", tests=("en",)):
 
 def test_entailment_reader_loads_official_xnli(data_folder):
     write(data_folder / "xnli", official_files("en", "es"))
-    found = load_entailment(small("xnli", test_languages=("es", "en")))
-    assert_plain(found, tests=("es", "en"))
-    assert found.title == "XNLI, en, 6 training pairs"
+    result = load_entailment(small("xnli", test_languages=("es", "en")))
+    assert_plain(result, tests=("es", "en"))
+    assert result.title == "XNLI, en, 6 training pairs"
     message = r"no train pairs in es; there is en$"
     refused(message, load_entailment, small("xnli", language="es"))
     message = r"no test pairs in ur, sw; there is en, es$"
@@ -109,12 +109,12 @@ def test_entailment_reader_loads_official_xnli(data_folder):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_entailment_reader_loads_hub_layout(shards, data_folder):
     languages = {"language": "de", "test_languages": ("de", "en")}
-    found = load_pairs(data_folder, hub_files("en", "de", shards=shards), **languages)
+    result = load_pairs(data_folder, hub_files("en", "de", shards=shards), **languages)
     if shards == 1:
-        assert_plain(found, "de", ("de", "en"))
+        assert_plain(result, "de", ("de", "en"))
     premises = [f'"de train premise {i}' for i in range(6)]
-    assert sorted(found.train.premise) == premises
-    assert found.title == "own pairs (mine), de, 6 training pairs"
+    assert sorted(result.train.premise) == premises
+    assert result.title == "own pairs (mine), de, 6 training pairs"
 
 
 def snli_columns(split, rows):
@@ -144,10 +144,10 @@ def words_as_labels(split, rows):
 
 def test_entailment_reader_maps_labels_and_languages(data_folder):
     languages = {"test_languages": ("es",)}
-    found = load_pairs(data_folder, change=words_as_labels, ending="csv", **languages)
-    assert found.train.label.tolist() == [0, 1, 2, 0, 1, 2]
-    assert found.test["es"].premise.tolist() == ["otra"] * 4
-    assert found.title == "own pairs (mine), en, 6 training pairs"
+    result = load_pairs(data_folder, change=words_as_labels, ending="csv", **languages)
+    assert result.train.label.tolist() == [0, 1, 2, 0, 1, 2]
+    assert result.test["es"].premise.tolist() == ["otra"] * 4
+    assert result.title == "own pairs (mine), en, 6 training pairs"
     message = r"no train pairs in de; there is en, es"
     refused(message, load_entailment, small(language="de"))
 
@@ -195,20 +195,20 @@ PLAIN_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 def test_entailment_reader_loads_layout(layout, data_folder):
-    found = load_pairs(data_folder, PLAIN_LAYOUTS[layout]())
+    result = load_pairs(data_folder, PLAIN_LAYOUTS[layout]())
     check_data(small())
-    assert_plain(found)
+    assert_plain(result)
     has_words = any(word in layout for word in ("SNLI", "labels in"))
-    assert ("labels 0, 1, 2" in str(found.report)) != has_words
+    assert ("labels 0, 1, 2" in str(result.report)) != has_words
 
 
 def test_entailment_reader_selects_language_of_row(data_folder):
     languages = {"language": "de", "test_languages": ("de", "en")}
-    found = load_pairs(data_folder, change=all_languages, **languages)
-    assert found.train.premise.iloc[0] == 'de "en train premise 0'
-    assert found.valid.hypothesis.iloc[1] == "de validation hypothesis 1, NA"
-    assert found.test["en"].hypothesis.iloc[1] == "test hypothesis 1, NA"
-    assert found.title == "own pairs (mine), de, 6 training pairs"
+    result = load_pairs(data_folder, change=all_languages, **languages)
+    assert result.train.premise.iloc[0] == 'de "en train premise 0'
+    assert result.valid.hypothesis.iloc[1] == "de validation hypothesis 1, NA"
+    assert result.test["en"].hypothesis.iloc[1] == "test hypothesis 1, NA"
+    assert result.title == "own pairs (mine), de, 6 training pairs"
     message = "no train pairs in fr; there is de, en"
     refused(message, load_entailment, small(language="fr"))
 
@@ -239,8 +239,8 @@ def test_entailment_download_requests_needed_files(data_folder, monkeypatch):
     folder, model = data_folder / "xnli", "bert-base-multilingual-cased"
     assert data.download("xnli", "fr") == folder
     assert requests == [("facebook/xnli", "dataset", ["fr/*"], folder)]
-    asked = small("xnli", language="fr", test_languages=("fr",))
-    assert_plain(load_entailment(asked), "fr", ("fr",))
+    config = small("xnli", language="fr", test_languages=("fr",))
+    assert_plain(load_entailment(config), "fr", ("fr",))
     data.download(model)
     repository, kind, patterns, place = requests[1]
     assert (repository, kind) == (f"google-bert/{model}", "model")
@@ -443,19 +443,19 @@ def test_entailment_reader_counts_shared_xnli_pairs(data_folder):
 
 
 def test_templates_are_balanced_and_reproducible():
-    found = load_entailment(recipe("demo", "templates"))
-    parts = {"train": found.train, "valid": found.valid, "test": found.test["en"]}
-    assert split_sizes(found) == [4998, 999, 999]
+    result = load_entailment(recipe("demo", "templates"))
+    parts = {"train": result.train, "valid": result.valid, "test": result.test["en"]}
+    assert split_sizes(result) == [4998, 999, 999]
     for pairs in parts.values():
         counts = pairs.label.value_counts().to_dict()
         assert counts == dict.fromkeys(range(3), len(pairs) // 3)
     every = pd.concat(parts.values())
     assert not every.duplicated(["premise", "hypothesis"]).any()
     assert not (every.premise == every.hypothesis).any()
-    assert "synthetic sentence pairs" in found.title
-    assert load_entailment(recipe("demo", "templates")).checksum == found.checksum
-    asked = small("templates", test_languages=("en", "de"))
-    refused("templates: no language de; there is en", load_entailment, asked)
+    assert "synthetic sentence pairs" in result.title
+    assert load_entailment(recipe("demo", "templates")).checksum == result.checksum
+    config = small("templates", test_languages=("en", "de"))
+    refused("templates: no language de; there is en", load_entailment, config)
 
 
 WET, CLEAN = ["wet", "dry", "damp"], ["clean", "dirty", "dusty"]
@@ -501,8 +501,8 @@ class World:
 
     def such(self, words):
         """Return the things to which all words apply."""
-        wanted = {word.removesuffix("s") for word in words}
-        return [thing for thing in self.things if wanted <= thing[0]]
+        expected = {word.removesuffix("s") for word in words}
+        return [thing for thing in self.things if expected <= thing[0]]
 
     def holds(self, sentence):
         words = sentence.split()

@@ -36,39 +36,39 @@ SENTENCES = {
 TOY = {f"toy.{split}.txt": words.encode() for split, words in SENTENCES.items()}
 
 
-def words_of(found, split):
+def words_of(result, split):
     """Return the tokens of a split as words or characters."""
-    return [found.vocabulary[i] for i in getattr(found, split)]
+    return [result.vocabulary[i] for i in getattr(result, split)]
 
 
 # --- tokens ---------------------------------------------------------------------------------------
 
 
 def test_load_text_splits_words_and_marks_unknown(data_folder):
-    found = load_own(data_folder, "language_model", TOY)
-    assert len(found.train) == 20 * 12  # blank lines are skipped, the others get <eos>
+    result = load_own(data_folder, "language_model", TOY)
+    assert len(result.train) == 20 * 12  # blank lines are skipped, the others get <eos>
     first_lines = "the cat sat <eos> the dog sat <eos> a".split()
-    assert words_of(found, "train")[:9] == first_lines
-    assert words_of(found, "valid")[4:8] == ["the", "<unk>", "sat", "<eos>"]
-    assert found.vocabulary[found.start] == "<eos>"
+    assert words_of(result, "train")[:9] == first_lines
+    assert words_of(result, "valid")[4:8] == ["the", "<unk>", "sat", "<eos>"]
+    assert result.vocabulary[result.start] == "<eos>"
     known = {*"the cat sat dog a bird sang".split(), "<eos>", "<unk>"}
-    assert set(found.vocabulary) == known
+    assert set(result.vocabulary) == known
 
 
 def test_load_text_limits_vocabulary_to_frequent_words(data_folder):
     limits = {"vocabulary": 3, "train_tokens": 120}
-    found = load_own(data_folder, "language_model", TOY, **limits)
-    assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "sat"}
-    assert len(found.train) == 120
-    assert found.title == "the first 120 words of mine, 3 words known"
+    result = load_own(data_folder, "language_model", TOY, **limits)
+    assert set(result.vocabulary) == {"<eos>", "<unk>", "the", "sat"}
+    assert len(result.train) == 120
+    assert result.title == "the first 120 words of mine, 3 words known"
     assert load_text(small(vocabulary=500)).title == "mine, 8 words known"
 
 
 def test_load_text_by_characters(data_folder):
-    found = load_own(data_folder, "language_model", TOY, unit="characters")
-    assert "".join(words_of(found, "train")[:11]) == "the cat sat"
-    assert found.vocabulary[found.start] == "\n"
-    assert found.title == "characters of mine"
+    result = load_own(data_folder, "language_model", TOY, unit="characters")
+    assert "".join(words_of(result, "train")[:11]) == "the cat sat"
+    assert result.vocabulary[result.start] == "\n"
+    assert result.title == "characters of mine"
 
 
 @pytest.mark.parametrize("dataset", ["mine/novel.txt", "mine/"])
@@ -76,11 +76,11 @@ def test_load_text_splits_single_text_by_lines(dataset, data_folder):
     lines = [f"line {i}" for i in range(30)]
     path = data_folder / "mine" / "novel.txt"
     write(path.parent, {"novel.txt": "\n\n".join(lines).encode(), "photo.heic": b"x"})
-    found = load_text(small(dataset))
-    assert found.title == "novel, cut 8 : 1 : 1"
-    assert split_sizes(found) == [72, 9, 9]
-    assert words_of(found, "train")[-3:] == ["line", "23", "<eos>"]
-    facts = str(found.report)
+    result = load_text(small(dataset))
+    assert result.title == "novel, cut 8 : 1 : 1"
+    assert split_sizes(result) == [72, 9, 9]
+    assert words_of(result, "train")[-3:] == ["line", "23", "<eos>"]
+    facts = str(result.report)
     assert "30 lines of one text cut 8 : 1 : 1, in their order" in facts
     assert "novel.txt: 29 lines without words" in facts
     assert ("photo.heic" in facts) == (dataset == "mine/")
@@ -92,11 +92,11 @@ def test_load_text_splits_single_text_by_lines(dataset, data_folder):
 
 
 def test_load_text_of_python_reference():
-    found = load_text(recipe("demo", "pydoc", task="language_model"))
-    assert split_sizes(found) == [270_000, 10_000, 20_000]
-    assert 80 < len(found.vocabulary) < 200
-    assert found.title == "characters of Python's reference text"
-    assert "overlap" in [fact.topic for fact in found.report.facts]
+    result = load_text(recipe("demo", "pydoc", task="language_model"))
+    assert split_sizes(result) == [270_000, 10_000, 20_000]
+    assert 80 < len(result.vocabulary) < 200
+    assert result.title == "characters of Python's reference text"
+    assert "overlap" in [fact.topic for fact in result.report.facts]
 
 
 @pytest.mark.parametrize(
@@ -111,20 +111,20 @@ def test_load_text_of_python_reference():
 )
 def test_text_reader_finds_usual_file_names(names, data_folder):
     files = dict(zip(names, texts().values(), strict=True))
-    found = load_own(data_folder, "language_model", files)
+    result = load_own(data_folder, "language_model", files)
     check_data(small())
-    assert_plain(found)
-    assert all(f"{name}, " in str(found.report) for name in names)
+    assert_plain(result)
+    assert all(f"{name}, " in str(result.report) for name in names)
 
 
 # --- markers --------------------------------------------------------------------------------------
 
 
-def assert_plain(found, splits=tuple(LINE_COUNTS)):
+def assert_plain(result, splits=tuple(LINE_COUNTS)):
     """Assert that splits have the words of their sentences, and one <eos> for each."""
     for split in splits:
         words = [word for line in sentences(split) for word in (*line.split(), "<eos>")]
-        assert words_of(found, split) == words, split
+        assert words_of(result, split) == words, split
 
 
 ALL_FORMS = {
@@ -164,9 +164,9 @@ FORMS = [form for forms in ALL_FORMS.values() for form in forms]
 def test_text_reader_reads_final_marker_as_eos(form, data_folder):
     """Remove markers at the ends and starts of lines, and on lines of their own."""
     plain = load_own(data_folder, "language_model", texts())
-    found = load_own(data_folder, "language_model", texts(form))
-    assert_plain(found)
-    facts = " ".join(str(found.report).split())
+    result = load_own(data_folder, "language_model", texts(form))
+    assert_plain(result)
+    facts = " ".join(str(result.report).split())
     if form in ALL_FORMS["on lines"]:
         assert "lines without words" in facts
     elif form in ALL_FORMS["at ends"]:
@@ -175,7 +175,7 @@ def test_text_reader_reads_final_marker_as_eos(form, data_folder):
     else:
         assert "of 20 lines of test begin with" in facts
         assert "left out, as the line begins there" in facts
-    assert found.checksum != plain.checksum  # of the files
+    assert result.checksum != plain.checksum  # of the files
 
 
 def test_text_reader_splits_lines_at_eos(data_folder):
@@ -183,15 +183,15 @@ def test_text_reader_splits_lines_at_eos(data_folder):
         f"{split}.txt": " <eos> ".join(sentences(split)).encode()
         for split in LINE_COUNTS
     }
-    found = load_own(data_folder, "language_model", files)
-    assert_plain(found)
-    assert "train: 59 times '<eos>' inside lines" in str(found.report)
+    result = load_own(data_folder, "language_model", files)
+    assert_plain(result)
+    assert "train: 59 times '<eos>' inside lines" in str(result.report)
 
 
 def test_text_reader_removes_markers_of_one_split(data_folder):
-    found = load_own(data_folder, "language_model", texts("{} </s>\n", ["test"]))
-    assert_plain(found)
-    assert "20 of 20 lines of test end in '</s>'" in str(found.report)
+    result = load_own(data_folder, "language_model", texts("{} </s>\n", ["test"]))
+    assert_plain(result)
+    assert "20 of 20 lines of test end in '</s>'" in str(result.report)
 
 
 def marked(marker, start="cat"):
@@ -207,34 +207,34 @@ def marked(marker, start="cat"):
 
 
 def test_text_reader_accepts_partial_eos_markers(data_folder):
-    found = load_own(data_folder, "language_model", marked("<eos>"))
-    assert_plain(found)
-    assert "lines of train end in '<eos>': taken" in str(found.report)
+    result = load_own(data_folder, "language_model", marked("<eos>"))
+    assert_plain(result)
+    assert "lines of train end in '<eos>': taken" in str(result.report)
 
 
 @pytest.mark.parametrize("marker", ["</s>", "[MUSIC]", "<b>"])
 def test_text_reader_keeps_partial_markers_as_words(marker, data_folder):
     lines = [line for split in LINE_COUNTS for line in sentences(split)]
     count = sum(line.startswith("cat") for line in lines)
-    found = load_own(data_folder, "language_model", marked(marker))
-    assert sum(words_of(found, split).count(marker) for split in LINE_COUNTS) == count
-    facts = " ".join(str(found.report).split())
+    result = load_own(data_folder, "language_model", marked(marker))
+    assert sum(words_of(result, split).count(marker) for split in LINE_COUNTS) == count
+    facts = " ".join(str(result.report).split())
     message = "lines that end in what looks like a marker, but stays a word"
     assert f"{message}: {marker!r} {count}" in facts
 
 
 @pytest.mark.parametrize("word", [".", "away", "<unk>", "N", "="])
 def test_text_reader_keeps_repeated_final_words(word, data_folder):
-    found = load_own(data_folder, "language_model", texts(f"{{}} {word}\n"))
-    assert words_of(found, "train").count(word) >= 60
+    result = load_own(data_folder, "language_model", texts(f"{{}} {word}\n"))
+    assert words_of(result, "train").count(word) >= 60
 
 
 def test_text_reader_removes_markers_from_characters(data_folder):
     files = texts("{} <eos>\n")
-    found = load_own(data_folder, "language_model", files, unit="characters")
+    result = load_own(data_folder, "language_model", files, unit="characters")
     characters = "".join(f"{line}\n" for line in sentences("valid"))
-    assert "".join(words_of(found, "valid")) == characters
-    assert "60 of 60 lines of train end in '<eos>'" in str(found.report)
+    assert "".join(words_of(result, "valid")) == characters
+    assert "60 of 60 lines of train end in '<eos>'" in str(result.report)
 
 
 # --- reports and errors ---------------------------------------------------------------------------

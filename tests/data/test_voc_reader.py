@@ -64,11 +64,11 @@ def own_pictures():
 
 
 def test_voc_reader_loads_user_dataset(data_folder):
-    found = load_own(data_folder, "detection", own_pictures())
-    assert found.classes == ("cat", "dog", "person")
-    assert found.title == "own pictures (mine)"
-    assert split_sizes(found) == [3, 0, 2]
-    first, second, third = found.train
+    result = load_own(data_folder, "detection", own_pictures())
+    assert result.classes == ("cat", "dog", "person")
+    assert result.title == "own pictures (mine)"
+    assert split_sizes(result) == [3, 0, 2]
+    first, second, third = result.train
     assert first.size == (60, 90)
     # Counted from 1 with both corners inside becomes from 0 with the upper end open.
     assert first.boxes.tolist() == [[0, 0, 90, 60], [9, 19, 30, 40]]
@@ -77,14 +77,14 @@ def test_voc_reader_loads_user_dataset(data_folder):
     assert second.boxes.tolist() == [[4, 5, 7, 8]]  # of the person, not of the head
     assert third.boxes.shape == (0, 4)
     assert third.labels.dtype == np.int64
-    assert found.test[0].boxes.tolist() == [[89, 59, 90, 60]]
+    assert result.test[0].boxes.tolist() == [[89, 59, 90, 60]]
     with Image.open(data_folder / "mine/JPEGImages/a.jpg") as image:
         assert np.array_equal(first.read().permute(1, 2, 0), np.asarray(image))
-    grey = found.test[0].read()
+    grey = result.test[0].read()
     assert grey.shape == (3, 60, 90)
     assert torch.equal(grey[0], grey[1])
     # Reading processes receive thousands of pictures, and every tensor through a file descriptor.
-    parts = [part for picture in found.train for part in vars(picture).values()]
+    parts = [part for picture in result.train for part in vars(picture).values()]
     assert not any(isinstance(part, torch.Tensor) for part in parts)
 
 
@@ -93,8 +93,8 @@ def test_voc_reader_selects_splits_and_subsets(data_folder):
     some = load_own(data_folder, "detection", voc_folder(), **limits)
     assert split_sizes(some) == [1, 2, 1]
     files = voc_folder("abcdefgh", "abc", "defgh") | boxes(val="de")
-    found = load_own(data_folder, "detection", files, test_images=3)
-    names = [one.image.stem for one in found.test]
+    result = load_own(data_folder, "detection", files, test_images=3)
+    names = [one.image.stem for one in result.test]
     assert len(names) == 3
     assert names != [*"def"]  # drawn: neighbours in a film are alike
 
@@ -105,9 +105,9 @@ def test_voc_reader_checksum_follows_annotations(data_folder):
     checksums = []
     for objects in changes:
         extra = {"Annotations/b.xml": annotation(*objects)} if objects else {}
-        found = load_own(data_folder, "detection", files | extra)
-        checksums.append(found.checksum)
-        assert load_detection(small()).checksum == found.checksum
+        result = load_own(data_folder, "detection", files | extra)
+        checksums.append(result.checksum)
+        assert load_detection(small()).checksum == result.checksum
     assert len(set(checksums)) == 3
 
 
@@ -126,10 +126,10 @@ def test_voc_reader_loads_official_layout(dataset, data_folder):
         **boxes(**{first: "a", second: "b"}),
     }
     write(data_folder / "VOCdevkit" / f"VOC{year}", files)
-    found = load_detection(small(dataset))
-    assert (len(found.classes), found.title) == (20, f"Pascal VOC {year}")
-    assert found.train[0].labels.tolist() == [14]
-    assert found.test[0].labels.tolist() == [0]
+    result = load_detection(small(dataset))
+    assert (len(result.classes), result.title) == (20, f"Pascal VOC {year}")
+    assert result.train[0].labels.tolist() == [14]
+    assert result.test[0].labels.tolist() == [0]
 
 
 def test_read_annotated_image_of_any_folder(tmp_path):
@@ -146,9 +146,9 @@ def test_voc_reader_ignores_trailing_bytes(data_folder):
     image = data_folder / "mine/JPEGImages/a.jpg"
     whole = files["JPEGImages/a.jpg"]
     files["JPEGImages/a.jpg"] = whole + bytes(200)  # as some cameras write
-    found = load_own(data_folder, "detection", files).train[0]
+    result = load_own(data_folder, "detection", files).train[0]
     image.write_bytes(whole[:300])
-    refused(r"a\.jpg cannot be read", found.read)
+    refused(r"a\.jpg cannot be read", result.read)
 
 
 def test_voc_reader_names_missing_folders(data_folder):
@@ -311,8 +311,8 @@ def test_voc_reader_orients_boxes_by_annotated_size(orientation, as_shown, data_
         image = image.transpose(Image.Transpose(undo[orientation]))
     files = voc_folder(ending=".png")
     files["JPEGImages/a.png"] = encoded(image, "PNG", orientation)
-    found = load_own(data_folder, "detection", files)
-    picture = next(one for one in found.train if one.image.name == "a.png")
+    result = load_own(data_folder, "detection", files)
+    picture = next(one for one in result.train if one.image.name == "a.png")
     x1, y1, x2, y2 = picture.boxes[0].astype(int).tolist()
     assert picture.read()[:, y1:y2, x1:x2].float().mean() == 255
     assert tuple(picture.read().shape[1:]) == picture.size == (30, 40)
@@ -333,8 +333,8 @@ def test_voc_reader_scales_subsets_by_whole_dataset(data_folder):
 def test_voc_reader_clips_boxes_to_image(data_folder):
     sticking_out = annotation(voc_object(box=(0.6, 2, 40.4, 30.9)))
     files = voc_folder() | {"Annotations/a.xml": sticking_out}
-    found = load_own(data_folder, "detection", files)
-    assert found.train[0].boxes.tolist() == [[0, 1, 40, 30]]
+    result = load_own(data_folder, "detection", files)
+    assert result.train[0].boxes.tolist() == [[0, 1, 40, 30]]
 
 
 # --- scenes ---------------------------------------------------------------------------------------
@@ -387,34 +387,34 @@ def test_aspect_groups_collect_similar_shapes():
 
 def test_detection_batches_resize_and_pad_images():
     """Resize and pad images, and scale their boxes alike."""
-    asked = small(size=60, max_size=100)
-    (batch,) = evaluation_batches(blank_pictures((50, 100), (100, 50)), asked, 0)
+    config = small(size=60, max_size=100)
+    (batch,) = evaluation_batches(blank_pictures((50, 100), (100, 50)), config, 0)
     # Wide: 60 x 120 would be too long, so 50 x 100. Both sides of a batch are multiples of 32.
     assert batch.sizes == [(100, 50), (50, 100)]
     assert batch.images.shape == (2, 3, 128, 128)
     assert batch.targets[1]["boxes"].tolist() == [[0, 0, 50, 50]]
-    asked = small(size=608, max_size=1024)
-    (one,) = evaluation_batches(blank_pictures((300, 400)), asked, workers=0)
+    config = small(size=608, max_size=1024)
+    (one,) = evaluation_batches(blank_pictures((300, 400)), config, workers=0)
     assert one.sizes == [(608, 810)]
     assert one.images.shape == (1, 3, 608, 832)
-    wanted = torch.tensor([[0, 0, 405.0, 608.0]])
-    torch.testing.assert_close(one.targets[0]["boxes"], wanted, rtol=0, atol=0.5)
+    expected = torch.tensor([[0, 0, 405.0, 608.0]])
+    torch.testing.assert_close(one.targets[0]["boxes"], expected, rtol=0, atol=0.5)
 
 
 def test_detection_batches_omit_difficult_objects(data_folder):
     train = load_own(data_folder, "detection", own_pictures()).train
-    found = evaluation_batches(train, small(), 0)
-    labels = [target["labels"].tolist() for batch in found for target in batch.targets]
+    result = evaluation_batches(train, small(), 0)
+    labels = [target["labels"].tolist() for batch in result for target in batch.targets]
     assert sorted(labels) == [[], [1], [2]]
 
 
 def test_detection_batches_are_reproducible_by_step(data_folder):
     """Return equal batches for equal seeds and steps, with and without workers."""
     train = load_own(data_folder, "detection", own_pictures()).train
-    asked = small(flip=True)
+    config = small(flip=True)
 
     def first(count, start=0, seed=0, workers=0):
-        stream = batches(train, asked, seed, start, workers)
+        stream = batches(train, config, seed, start, workers)
         return [batch.images for batch in itertools.islice(stream, count)]
 
     whole = first(8)

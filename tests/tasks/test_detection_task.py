@@ -61,8 +61,8 @@ def test_retinanet_output_and_anchor_shapes(name, stride, paper_retinanet):
     anchors = image_anchors(model, images, out)
     assert [a.shape for a in anchors] == [(count, 4)] * 2
     sides = (anchors[0][:9, 2:] - anchors[0][:9, :2]).prod(1).sqrt()
-    wanted = [4 * stride * scale for scale in (1, 1.26, 1.59) for _ in range(3)]
-    np.testing.assert_allclose(sorted(sides.tolist()), wanted, rtol=0.06)
+    expected = [4 * stride * scale for scale in (1, 1.26, 1.59) for _ in range(3)]
+    np.testing.assert_allclose(sorted(sides.tolist()), expected, rtol=0.06)
 
 
 def test_retinanet_initially_predicts_one_percent():
@@ -94,8 +94,8 @@ def test_frozen_batch_norm_trains_scale_and_shift():
     model = nn.Sequential(layer).train()
     x = torch.randn(4, 2, 3, 3)
     y = model(x)
-    wanted = (x - mean.view(1, 2, 1, 1)) / math.sqrt(1 + 1e-5)
-    torch.testing.assert_close(y, wanted)
+    expected = (x - mean.view(1, 2, 1, 1)) / math.sqrt(1 + 1e-5)
+    torch.testing.assert_close(y, expected)
     y.sum().backward()
     assert layer.running_mean.tolist() == [1.0, 2.0]
     assert layer.weight.grad is not None
@@ -127,13 +127,13 @@ def focal_loss(logit, is_label):
 def box_loss(offsets, anchor, box):
     """Return the smooth L1 loss of one anchor's offsets."""
     width, height = anchor[2] - anchor[0], anchor[3] - anchor[1]
-    wanted = (
+    expected = (
         ((box[0] + box[2]) / 2 - (anchor[0] + anchor[2]) / 2) / width / 0.1,
         ((box[1] + box[3]) / 2 - (anchor[1] + anchor[3]) / 2) / height / 0.1,
         math.log((box[2] - box[0]) / width) / 0.2,
         math.log((box[3] - box[1]) / height) / 0.2,
     )
-    distances = [abs(a - b) for a, b in zip(offsets, wanted, strict=True)]
+    distances = [abs(a - b) for a, b in zip(offsets, expected, strict=True)]
     return sum(4.5 * d * d if d < 1 / 9 else d - 1 / 18 for d in distances)
 
 
@@ -177,8 +177,8 @@ def test_detection_losses_equal_loop_reference(boxes, has_positives):
     target = {"boxes": boxes, "labels": labels}
     losses = [loss.item() for loss in detection_losses(model, images, out, [target])]
     anchors = image_anchors(model, images, out)[0]
-    wanted = plain_losses(out, anchors, boxes, labels.tolist())
-    assert losses == pytest.approx(wanted, rel=1e-4)
+    expected = plain_losses(out, anchors, boxes, labels.tolist())
+    assert losses == pytest.approx(expected, rel=1e-4)
     assert (losses[1] > 0) == has_positives
 
 
@@ -193,10 +193,10 @@ def test_detections_decode_target_offsets():
     logits = torch.full_like(out.logits, -9.0)
     logits[0, 17, 2] = 3.0
     answer = out._replace(logits=logits, offsets=offsets[None])
-    (found,) = detections(model, images, answer, [(64, 64)])
-    torch.testing.assert_close(found["boxes"], box, rtol=1e-4, atol=1e-3)
-    assert found["labels"].tolist() == [2]
-    assert found["scores"].item() == pytest.approx(1 / (1 + math.exp(-3)))
+    (result,) = detections(model, images, answer, [(64, 64)])
+    torch.testing.assert_close(result["boxes"], box, rtol=1e-4, atol=1e-3)
+    assert result["labels"].tolist() == [2]
+    assert result["scores"].item() == pytest.approx(1 / (1 + math.exp(-3)))
     (cut,) = detections(model, images, answer, [(30, 40)])  # the rest is padding
     inside = torch.tensor([[6.0, 4, 40, 30]])
     torch.testing.assert_close(cut["boxes"], inside, rtol=1e-4, atol=1e-3)
@@ -212,7 +212,7 @@ def test_detections_are_in_original_image_pixels(monkeypatch):
     def whole_image(model, images, outputs, sizes):
         input_sizes.extend(sizes)
         height, width = sizes[0]
-        return [found([[0, 0, width, height]], [0.9], [1])]
+        return [make_detections([[0, 0, width, height]], [0.9], [1])]
 
     monkeypatch.setattr(detection_boxes, "detections", whole_image)
     ((detected, original),), loss = task.detect(model, [wide])
@@ -231,7 +231,7 @@ def picture(boxes, labels, difficult=None):
     return annotate_image(pixels, (100, 100), boxes, labels, difficult)
 
 
-def found(boxes, scores, labels):
+def make_detections(boxes, scores, labels):
     return {
         "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
         "scores": torch.tensor(scores, dtype=torch.float32),
@@ -246,36 +246,36 @@ SECOND_AFTER_A_MISS = (1 / 2 + 1 / 2 * 2 / 3, (6 + 5 * 2 / 3) / 11)
 # Detections, objects, and the average precisions at an overlap of 0.5: area, eleven points.
 PRECISIONS = {
     "a miss in between": (
-        [found([A, FAR, B], [0.9, 0.8, 0.7], [0, 0, 0])],
+        [make_detections([A, FAR, B], [0.9, 0.8, 0.7], [0, 0, 0])],
         [picture([A, B], [0, 0])],
         SECOND_AFTER_A_MISS,
     ),
     "an object found twice": (
-        [found([A, A, B], [0.9, 0.8, 0.7], [0, 0, 0])],
+        [make_detections([A, A, B], [0.9, 0.8, 0.7], [0, 0, 0])],
         [picture([A, B], [0, 0])],
         SECOND_AFTER_A_MISS,
     ),
     "one of three, which reaches recalls of 0 to 0.3": (
-        [found([A], [0.5], [0])],
+        [make_detections([A], [0.5], [0])],
         [picture([A, B, C], [0, 0, 0])],
         (1 / 3, 4 / 11),
     ),
     "mean over classes with objects": (
-        [found([A, B], [0.9, 0.8], [0, 2])],
+        [make_detections([A, B], [0.9, 0.8], [0, 2])],
         [picture([A, B], [0, 1])],
         (1 / 2, 1 / 2),
     ),
     "a wrong detection on another image": (
-        [found([A], [0.5], [0]), found([FAR], [0.9], [0])],
+        [make_detections([A], [0.5], [0]), make_detections([FAR], [0.9], [0])],
         [picture([A], [0]), picture([], [])],
         (1 / 2, 1 / 2),
     ),
     "difficult objects, found or missed": (
-        [found([B, A], [0.9, 0.5], [0, 0])],
+        [make_detections([B, A], [0.9, 0.5], [0, 0])],
         [picture([A, B, C], [0, 0, 0], [False, True, True])],
         (1.0, 1.0),
     ),
-    "no detection": ([found([], [], [])], [picture([A], [0])], (0.0, 0.0)),
+    "no detection": ([make_detections([], [], [])], [picture([A], [0])], (0.0, 0.0)),
 }
 
 
@@ -297,7 +297,7 @@ def test_average_precision_of_hand_computed_cases(case):
     ],
 )
 def test_average_precision_overlap_thresholds(overlap, metric, expected):
-    detected = found([[0, 0, 10 * overlap, 10]], [0.9], [0])
+    detected = make_detections([[0, 0, 10 * overlap, 10]], [0.9], [0])
     result = mean_average_precision([(detected, picture([A], [0]))])
     assert result[metric] == pytest.approx(expected)
 
@@ -307,7 +307,7 @@ def test_average_precision_equals_numpy_definition():
     rng, n = np.random.default_rng(0), 40
     hits, scores = rng.random(n) < 0.7, (1 + rng.permutation(n)) / n
     pairs = [
-        (found([A if hit else FAR], [score], [0]), picture([A], [0]))
+        (make_detections([A if hit else FAR], [score], [0]), picture([A], [0]))
         for hit, score in zip(hits, scores, strict=True)
     ]
     is_right = hits[scores.argsort()[::-1]]
@@ -323,7 +323,7 @@ def test_average_precision_equals_numpy_definition():
 
 
 def test_average_precision_rejects_images_without_objects():
-    pairs = [(found([A], [0.9], [0]), picture([], []))]
+    pairs = [(make_detections([A], [0.9], [0]), picture([], []))]
     refused("no object to be found on 1 images", mean_average_precision, pairs)
 
 
@@ -333,13 +333,13 @@ def test_average_precision_rejects_images_without_objects():
 @pytest.mark.slow
 def test_detection_training_learns_and_stores_metrics():
     counts = dict.fromkeys(("train_images", "valid_images", "test_images"), 1)
-    asked = spec(steps=20, batch=1, lr=3e-3, **counts)
-    run = train(DetectionTask, asked)
+    config = spec(steps=20, batch=1, lr=3e-3, **counts)
+    run = train(DetectionTask, config)
     losses = run.history["loss"]
     assert losses[-1] < losses[0] / 2
     title = "from scratch, on synthetic scenes of scikit-learn digits, 64 x 64"
     assert title in run.title
-    task = DetectionTask(asked, CPU)
+    task = DetectionTask(config, CPU)
     run.model.eval()
     with cpt.precision(run.model, bits=8):
         pairs, _ = task.detect(run.model, task.data.train)
@@ -353,14 +353,14 @@ def test_detection_training_learns_and_stores_metrics():
 
 @pytest.mark.slow
 def test_detection_task_loads_pretrained_weights(data_folder):
-    asked = spec(pretrained=True, train_images=2, valid_images=0, test_images=1)
-    asked = replace(asked, recipe=replace(asked.recipe, model="retinanet"))
+    config = spec(pretrained=True, train_images=2, valid_images=0, test_images=1)
+    config = replace(config, recipe=replace(config.recipe, model="retinanet"))
     message = r"python -m cpt_lab download resnet18, or train from scratch with pre"
-    refused(message, DetectionTask, asked, CPU, error=DataNotFoundError)
+    refused(message, DetectionTask, config, CPU, error=DataNotFoundError)
     stored = torchvision.models.resnet18().state_dict()
     stored["bn1.running_mean"] += 7
     torch.save(stored, data_folder / BACKBONE_WEIGHTS_FILE)
-    task = DetectionTask(asked, CPU)
+    task = DetectionTask(config, CPU)
     body = task.build_model().backbone.body
     assert torch.equal(body.conv1.weight, stored["conv1.weight"])
     assert torch.equal(body.layer4[1].bn2.weight, stored["layer4.1.bn2.weight"])
@@ -435,7 +435,7 @@ def test_detection_cost_uses_real_input_sizes(monkeypatch):
 
 
 def test_detection_stand_in_has_paper_sizes():
-    asked = run_spec(recipe("paper", "voc2012"), "CR", q_max=8, seed=0, scale="paper")
-    task = DetectionTask(asked, CPU, stand_in=True)
+    config = run_spec(recipe("paper", "voc2012"), "CR", q_max=8, seed=0, scale="paper")
+    task = DetectionTask(config, CPU, stand_in=True)
     (images,) = task.inputs(next(task.batches(0)))
     assert images.shape == (4, 3, 608, 832)

@@ -54,8 +54,8 @@ def own_spec(**changes):
 
 def test_entailment_training_learns():
     """Exceed chance, 1/3, clearly on the grammar's sentence pairs."""
-    asked = replace(recipe("smoke", "templates"), layers=1, hidden=64)
-    run = train(EntailmentTask, run_spec(asked, "static 8", q_max=8, seed=0))
+    config = replace(recipe("smoke", "templates"), layers=1, hidden=64)
+    run = train(EntailmentTask, run_spec(config, "static 8", q_max=8, seed=0))
     assert run.status == "ok"
     assert run.metric("accuracy") > 0.42
     assert run.metric("accuracy", "valid") > 0.42
@@ -107,8 +107,8 @@ def test_entailment_padding_is_neutral_in_float32():
 # --- word pieces ----------------------------------------------------------------------------------
 
 
-def tokenizer_of(asked):
-    return entailment_task._tokenizer(asked, load_entailment(asked))
+def tokenizer_of(config):
+    return entailment_task._tokenizer(config, load_entailment(config))
 
 
 def test_entailment_word_pieces_encode_both_sentences():
@@ -136,8 +136,8 @@ def test_entailment_word_pieces_come_from_training_text(data_folder):
 
 def test_entailment_word_pieces_are_reproducible():
     """Learn equal numbers of word pieces, although the library's tables have a new order each time."""
-    asked = replace(recipe("smoke", "templates"), vocabulary=120)
-    vocabularies = [tokenizer_of(asked).get_vocab() for _ in range(4)]
+    config = replace(recipe("smoke", "templates"), vocabulary=120)
+    vocabularies = [tokenizer_of(config).get_vocab() for _ in range(4)]
     assert len(vocabularies[0]) == 120
     assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies)
 
@@ -185,12 +185,12 @@ def test_entailment_evaluates_every_test_language(data_folder):
     def answer_zero(pieces, *_):
         return SimpleNamespace(logits=torch.eye(3)[[0] * len(pieces)])
 
-    found = task.evaluate(answer_zero)
-    assert set(found) == {"valid", "test"}
-    assert set(found["test"]) == {"accuracy", "loss", "accuracy_es"}
-    assert found["test"]["accuracy"] == pytest.approx(8 / 12)
-    assert found["test"]["accuracy_es"] == pytest.approx(4 / 12)
-    assert found["valid"]["accuracy"] == pytest.approx(4 / 12)
+    result = task.evaluate(answer_zero)
+    assert set(result) == {"valid", "test"}
+    assert set(result["test"]) == {"accuracy", "loss", "accuracy_es"}
+    assert result["test"]["accuracy"] == pytest.approx(8 / 12)
+    assert result["test"]["accuracy_es"] == pytest.approx(4 / 12)
+    assert result["valid"]["accuracy"] == pytest.approx(4 / 12)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def write_checkpoint(folder, labels):
 def test_entailment_loads_checkpoint_and_replaces_wrong_classifier(labels, data_folder):
     saved = write_checkpoint(data_folder / "saved", labels)
     write_pairs(data_folder, "en")
-    asked = own_spec(checkpoint="saved", length=24, steps=2)
-    task = EntailmentTask(asked, CPU)
+    config = own_spec(checkpoint="saved", length=24, steps=2)
+    task = EntailmentTask(config, CPU)
     models = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -237,7 +237,7 @@ def test_entailment_loads_checkpoint_and_replaces_wrong_classifier(labels, data_
     assert model.config._attn_implementation == "eager"
     assert task.data.vocabulary == model.config.vocab_size
     assert "saved on own pairs" in task.title
-    assert train(EntailmentTask, asked).status == "ok"
+    assert train(EntailmentTask, config).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_entailment_counts_and_quantizes_linear_layers():
 def test_entailment_stand_in_needs_no_data(monkeypatch, checkpoint):
     for name in ("load_entailment", "_tokenizer", "checkpoint_folder"):
         monkeypatch.setattr(entailment_task, name, pytest.fail)
-    asked = spec(
+    config = spec(
         checkpoint=checkpoint,
         dataset="xnli",
         test_languages=("de",),
@@ -290,7 +290,7 @@ def test_entailment_stand_in_needs_no_data(monkeypatch, checkpoint):
         length=16,
         padding="max",
     )
-    task = EntailmentTask(asked, CPU, stand_in=True)
+    task = EntailmentTask(config, CPU, stand_in=True)
     batch = next(task.batches(0))
     assert batch.pieces.shape == batch.sentences.shape == (4, 16)
     with torch.device("meta"):  # the large model would take 700 MB

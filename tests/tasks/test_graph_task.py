@@ -81,20 +81,20 @@ def test_graph_accuracy_by_in_degree():
     task = GraphTask(spec(degrees=(0, 10, 12, 10_000)), CPU)
     model = untrained(task)
     with precision(model, bits=8), torch.no_grad():
-        found = task.evaluate(model)["test"]
+        result = task.evaluate(model)["test"]
         predicted = model(task.graph, task.features).argmax(1)
         plain = GraphTask(spec(), CPU).evaluate(model)["test"]
     nodes = task.rows["test"]
     is_correct = (predicted == task.labels)[nodes].double()
     degree = task.graph.in_degrees[nodes]
     ranges = {0: degree < 10, 10: (degree >= 10) & (degree < 12), 12: degree >= 12}
-    wanted = {
+    expected = {
         f"accuracy_degree{low}": float(is_correct[inside].mean())
         for low, inside in ranges.items()
     }
-    assert found == pytest.approx({**plain, **wanted})
+    assert result == pytest.approx({**plain, **expected})
     shares = [float(inside.double().mean()) for inside in ranges.values()]
-    assert found["accuracy"] == pytest.approx(np.dot(shares, list(wanted.values())))
+    assert result["accuracy"] == pytest.approx(np.dot(shares, list(expected.values())))
     assert set(plain) == {"accuracy", "loss"}
 
 
@@ -134,7 +134,7 @@ def test_graph_without_validation_reports_best_test(monkeypatch):
     load = graph_task.load_graph
     nothing = torch.empty(0, dtype=torch.int64)
     monkeypatch.setattr(
-        graph_task, "load_graph", lambda asked: replace(load(asked), valid=nothing)
+        graph_task, "load_graph", lambda config: replace(load(config), valid=nothing)
     )
     run = train(GraphTask, spec(steps=8, evaluate_every=4))
     assert {metric["when"] for metric in run.metrics} == {"final", "best_test"}

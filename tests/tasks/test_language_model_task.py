@@ -39,8 +39,8 @@ def toy_text(data_folder):
 
 
 def spec(arm="CR", **changes):
-    asked = own_recipe("language_model", **{**SMALL, **changes})
-    return run_spec(asked, arm, q_max=8, seed=0, scale="smoke")
+    config = own_recipe("language_model", **{**SMALL, **changes})
+    return run_spec(config, arm, q_max=8, seed=0, scale="smoke")
 
 
 def task(**changes):
@@ -84,9 +84,9 @@ def test_language_model_perplexity_equals_manual_computation():
     tokens = [t.data.start, *t.data.test.tolist()]
     losses = [-math.log(table[a, b]) for a, b in itertools.pairwise(tokens)]
     loss = sum(losses) / len(losses)
-    found = t.evaluate(lambda words, state: (table.log()[words], state))["test"]
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    result = t.evaluate(lambda words, state: (table.log()[words], state))["test"]
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 def test_language_model_evaluation_carries_state():
@@ -189,8 +189,8 @@ def test_language_model_embedding_dropout_is_optional(drop, low, high):
     ("scale", "dataset", "words"), [("paper", "ptb", 10_000), ("demo", "pydoc", 100)]
 )
 def test_language_model_stand_in_needs_no_data(scale, dataset, words):
-    asked = run_spec(recipe(scale, dataset), "CR", q_max=8, seed=0)
-    stand_in = LanguageModelTask(asked, CPU, stand_in=True)
+    config = run_spec(recipe(scale, dataset), "CR", q_max=8, seed=0)
+    stand_in = LanguageModelTask(config, CPU, stand_in=True)
     batch = next(stand_in.batches(0))
     assert batch.words.shape == batch.targets.shape == (35, 20)
     assert batch.starts_epoch

@@ -158,8 +158,8 @@ PLATEAU = {"lr_rule": "plateau", "lr_division": 4.0, "evaluate_every": 9}
 def test_task_optimizer_and_learning_rates(dataset, changes, optimizer, rates):
     spec = smoke_spec(dataset, steps=1000, lr=8.0, **changes)
     task = load_task_class(spec)(spec, CPU, stand_in=True)
-    made, rate = task.optimizer(nn.Linear(2, 2))
-    assert type(made).__name__ == optimizer
+    sgd_or_adam, rate = task.optimizer(nn.Linear(2, 2))
+    assert type(sgd_or_adam).__name__ == optimizer
     values = [rate(step, []) for step in (0, 491, 500, 1000)]
     assert values == pytest.approx(rates, rel=1e-2)
     after_worse = rate(0, evaluations(3, 4, 2))
