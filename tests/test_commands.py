@@ -428,6 +428,7 @@ def test_claims_command_prints_summary_or_all(command, entries, monkeypatch, fol
     assert len(judged) == 2
 
 
+@pytest.mark.slow
 def test_claims_command_prints_utf_8_in_c_locale(command, entries, monkeypatch):
     """Print UTF-8 where the system asks for ASCII; test_architecture checks written files."""
     monkeypatch.setattr("cpt_lab.commands.all_stores", list)

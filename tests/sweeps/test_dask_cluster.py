@@ -126,7 +126,7 @@ def test_dask_sweep_interrupt_waits_for_checkpoints(store, signals):
 
 def test_dask_killed_worker_resumes_from_checkpoint(store, tmp_path, monkeypatch):
     """Write a checkpoint when the worker is gone, and resume on the worker that its nanny starts."""
-    (spec,) = specs_of("CR", steps=300)
+    (spec,) = specs_of("CR", steps=700)
     run_grid([spec], tmp_path / "calm.jsonl", workers=0)
     monkeypatch.setattr(progress.Signals, "__enter__", lambda self: self)
     checkpoint = stores.place(store, "checkpoints", spec.key)

@@ -185,6 +185,7 @@ def test_plan_measures_only_on_request(monkeypatch):
     assert "no luck" in text
 
 
+@pytest.mark.slow
 def test_plan_covers_every_figure_and_table():
     figures = {f"figure_{i}" for i in range(3, 9)}
     others = {"table_1", "section_4.3", "section_4.4", "section_5"}
