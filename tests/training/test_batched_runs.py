@@ -192,13 +192,13 @@ def test_batched_runs_have_separate_random_draws():
         if step == 4:
             torch.rand(3)
 
-    specs = arms_of("pydoc", None, 3, dropout=0.3)
+    specs = arms_of("pydoc", None, 3, dropout=0.3, **TOKENS)
     assert all(map(are_equal, *run_both_ways(specs, [draw, None, None])))
 
 
 def test_batched_runs_resume_together_or_alone(tmp_path):
     """Resume each from its checkpoint; a run ahead waits for the rest."""
-    specs = arms_of("pydoc", None, 3, dropout=0.3)
+    specs = arms_of("pydoc", None, 3, dropout=0.3, **TOKENS)
     task = load_task_class(specs[0])
     files = [tmp_path / f"{i}.pt" for i in range(3)]
 
