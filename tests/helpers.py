@@ -1,5 +1,6 @@
 """What several rooms' tests make: schedules of one size, small networks, written-and-read copies, rows."""
 
+import io
 import json
 import subprocess
 import warnings
@@ -48,6 +49,14 @@ PROVENANCE = {
     "dirty": False,
     "versions": {},
 }
+
+
+def save_and_load(value):
+    """Return what torch.load makes of a file that torch.save wrote."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def run_command(*words, **options):

@@ -466,6 +466,13 @@ def bert(implementation="eager", **options):
     )
 
 
+def unknown_attention():
+    """Return a model configured for FlashAttention 2, which need not be installed."""
+    model = bert()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
 def gpt2():
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)

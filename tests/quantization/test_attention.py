@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from helpers import FunctionModule, refused
-from operation_samples import BERT_SIZES, bert
+from operation_samples import BERT_SIZES, bert, unknown_attention
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import bias
@@ -96,13 +96,6 @@ SIZES = {**BERT_SIZES, "num_hidden_layers": 2, "num_labels": 3}
 def bert_of_two_layers(implementation="eager"):
     torch.manual_seed(0)
     return bert(implementation, **SIZES)
-
-
-def unknown_attention():
-    """Return a model configured for FlashAttention 2, which need not be installed."""
-    model = bert()
-    model.config._attn_implementation_internal = "flash_attention_2"
-    return model
 
 
 def batch():

@@ -6,8 +6,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import NEAREST, identical, pictures, refused, running_ranges, small
-from quantization.test_interception import save_and_load
+from helpers import (
+    NEAREST,
+    identical,
+    pictures,
+    refused,
+    running_ranges,
+    save_and_load,
+    small,
+)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

@@ -6,7 +6,6 @@ and interrupts.
 
 import copy
 import gc
-import io
 import pickle
 import threading
 import weakref
@@ -14,7 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import FunctionModule, mode_of, normal, refused, reported_operations
+from helpers import (
+    FunctionModule,
+    mode_of,
+    normal,
+    refused,
+    reported_operations,
+    save_and_load,
+)
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -51,13 +57,6 @@ def layers_of(model, *inputs):
         op.layer if op.precision is not None else None
         for op in reported_operations(model, *inputs)
     ]
-
-
-def save_and_load(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES = {

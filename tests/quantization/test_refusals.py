@@ -12,8 +12,7 @@ from helpers import (
     reported_operations,
     small,
 )
-from operation_samples import bert
-from quantization.test_attention import unknown_attention
+from operation_samples import bert, unknown_attention
 from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
