@@ -11,8 +11,19 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 MAX_UPDATES = 10  # of a weight at one step of a schedule: a critic is updated a few times in every step
+
+# Hooks that have done their work. An optimizer iterates over its hooks, and the garbage collector may run meanwhile:
+# so neither a hook nor a finalizer removes one, but the next scheduler does.
+_finished_hooks: list[RemovableHandle] = []
+
+
+def remove_finished_hooks() -> None:
+    """Remove the hooks of schedulers that are gone or have been reported; not while an optimizer runs hooks."""
+    while _finished_hooks:
+        _finished_hooks.pop().remove()
 
 
 def is_driving(scheduler: Any) -> bool:
@@ -28,6 +39,7 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
     closures and several optimizers of one model are no further updates. Steps are not counted inside a ``precision``
     block, at the last step of the schedule, or while another scheduler drives the model.
     """
+    remove_finished_hooks()
     schedules = [schedule for schedule, _ in scheduler.schedules.values()]
     if not any(_is_cyclic(schedule, scheduler.q_grad) for schedule in schedules):
         return
@@ -40,7 +52,8 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
 
     def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         scheduler, weight = scheduler_reference(), weight_reference()
-        if scheduler is None or not is_driving(scheduler):
+        is_finished = handle in _finished_hooks
+        if is_finished or scheduler is None or not is_driving(scheduler):
             return
         if scheduler.last_step >= scheduler.total_steps - 1:
             return
@@ -52,7 +65,7 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
             updates.clear()
         updates[step] += 1
         if updates[step] > MAX_UPDATES:
-            handle.remove()
+            _finished_hooks.append(handle)
             remedy = (
                 "call step() of the PrecisionScheduler after every optimizer.step()"
             )
@@ -66,7 +79,7 @@ def warn_of_missing_steps(scheduler: Any, model: nn.Module) -> None:
             )
 
     handle = register_optimizer_step_post_hook(count)
-    weakref.finalize(scheduler, handle.remove)
+    weakref.finalize(scheduler, _finished_hooks.append, handle)
 
 
 def _is_cyclic(schedule: Any, q_grad: int | None) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import cpt_core as cpt
-from cpt_extras.diagnostics.missing_steps import MAX_UPDATES
+from cpt_extras.diagnostics.missing_steps import MAX_UPDATES, remove_finished_hooks
 
 CR = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
 ENOUGH = MAX_UPDATES + 1  # updates after which the warning comes
@@ -237,9 +237,27 @@ def test_missing_step_warning_names_idle_followed_optimizer():
 
 def test_missing_step_hook_is_removed_with_scheduler():
     """Compare hooks by key, since schedulers of earlier tests may be collected meanwhile."""
+    remove_finished_hooks()
     before = set(torch_optimizer._global_optimizer_post_hooks)
     model, scheduler = scheduled_net()
     (added,) = set(torch_optimizer._global_optimizer_post_hooks) - before
     del model, scheduler
     gc.collect()
+    remove_finished_hooks()
     assert added not in torch_optimizer._global_optimizer_post_hooks
+
+
+def test_missing_step_hooks_stay_while_optimizer_runs():
+    """Collect a scheduler between two hooks of one optimizer step, and report the other."""
+    others = []
+
+    def collect_others(*_):
+        others.clear()
+        gc.collect()
+
+    hook = torch_optimizer.register_optimizer_step_post_hook(collect_others)
+    model, scheduler = scheduled_net()
+    others += [scheduled_net(), scheduled_net()]
+    assert len(warnings_of(train_without_steps, model)) == 1
+    hook.remove()
+    assert scheduler.last_step == 0
