@@ -8,61 +8,56 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-HOST_READS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "equal",
-    "item",
-)  # of a number, by the host
+HOST_READS = "_local_scalar_dense", "nonzero", "equal", "item"
 
 
-def tensors(*values):
-    return [
-        t
-        for t in tree_leaves(values)
-        if isinstance(t, torch.Tensor) and t.layout == torch.strided
-    ]
+def strided_tensors(*values):
+    tensors = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return [t for t in tensors if t.layout == torch.strided]
+
+
+def place(tensor):
+    """Return the memory of a tensor, by a number."""
+    return tensor.untyped_storage()._cdata
 
 
 class Tape(TorchDispatchMode):
-    """What happens inside the block."""
+    """Operations that run inside the block, and the contents of memory before them."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.outputs_by_storage, self.contents_before = [], {}, {}
+        self.calls, self.created, self.contents_before = [], {}, {}
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if call.overloadpacket.__name__ in HOST_READS:
             raise RuntimeError(
                 f"{call} reads a number on the host: not permitted when a stream is capturing"
             )
-        for t in tensors(args, kwargs):
-            place = t.untyped_storage()
-            if (
-                place._cdata not in self.outputs_by_storage
-                and place._cdata not in self.contents_before
-            ):
-                self.contents_before[place._cdata] = (place, place.clone())
-        out = call(*args, **(kwargs or {}))
-        for t in tensors(out):
-            if t.untyped_storage()._cdata not in self.contents_before:
-                self.outputs_by_storage[t.untyped_storage()._cdata] = t
-        self.calls.append((call, args, kwargs or {}, out))
+        for t in strided_tensors(args, kwargs):
+            if place(t) not in self.created and place(t) not in self.contents_before:
+                storage = t.untyped_storage()
+                self.contents_before[place(t)] = storage, storage.clone()
+        out = call(*args, **kwargs)
+        for t in strided_tensors(out):
+            if place(t) not in self.contents_before:
+                self.created[place(t)] = t
+        self.calls.append((call, args, kwargs, out))
         return out
 
     def undo(self):
         """Put back what the operations have changed."""
-        for place, content in self.contents_before.values():
-            place.copy_(content)
+        for storage, content in self.contents_before.values():
+            storage.copy_(content)
 
     def replay(self):
         """Do the operations again, on the same tensors."""
         with torch._C._AutoDispatchBelowAutograd():
             for call, args, kwargs, out in self.calls:
-                new = call(*args, **kwargs)
-                for old, fresh in zip(tensors(out), tensors(new), strict=True):
-                    if old.untyped_storage()._cdata != fresh.untyped_storage()._cdata:
-                        old.copy_(fresh)
+                again = strided_tensors(call(*args, **kwargs))
+                for old, new in zip(strided_tensors(out), again, strict=True):
+                    if place(old) != place(new):
+                        old.copy_(new)
 
 
 class TapeRecorder:
@@ -75,13 +70,12 @@ class TapeRecorder:
         return work()
 
     def record(self, work):
-        random = torch.get_rng_state()
-        tape = Tape()
+        random_state, tape = torch.get_rng_state(), Tape()
         try:
             with tape:
                 result = work()
         finally:
             tape.undo()
-            torch.set_rng_state(random)
+            torch.set_rng_state(random_state)
         self.tapes.append(tape)
         return tape.replay, result

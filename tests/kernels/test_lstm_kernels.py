@@ -19,10 +19,7 @@ STEPS = {  # name -> number of steps, sizes of a packed batch, sequences
     "packed, one left": (3, (2, 1, 1), 2),
     "none": (4, (), 0),
 }
-PER_SAMPLE = {
-    "granularity": "per_sample_mean",
-    "grad_granularity": "per_sample_mean",
-}
+PER_SAMPLE = {"granularity": "per_sample_mean", "grad_granularity": "per_sample_mean"}
 OPTIONS = {
     "as trained": {},
     "reverse": {"reverse": True},

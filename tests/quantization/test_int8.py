@@ -282,12 +282,7 @@ def test_int8_layers_equal_simulation(name, kind):
 
 @pytest.mark.parametrize(
     ("q", "q_grad", "method"),
-    [
-        (4, 6, "plain"),
-        (8, 8, "fastest"),
-        (8, "float", "plain"),
-        (6, 12, "fastest"),
-    ],
+    [(4, 6, "plain"), (8, 8, "fastest"), (8, "float", "plain"), (6, 12, "fastest")],
 )
 @pytest.mark.parametrize("name", LSTMS)
 def test_int8_lstm_equals_simulation(name, q, q_grad, method):

@@ -254,11 +254,7 @@ def test_split_gradients_equal_noise_of_layer_keys():
 
 @pytest.mark.parametrize(
     ("ladder", "fused"),
-    [
-        ({8: "e4m3"}, 0),
-        ({8: "affine4:granularity=per_tensor"}, 1),
-        (None, 1),
-    ],
+    [({8: "e4m3"}, 0), ({8: "affine4:granularity=per_tensor"}, 1), (None, 1)],
 )
 def test_graph_gradient_ladder_keeps_its_format(ladder, fused):
     config = cpt.QuantConfig(ladder=by_role(None, None, ladder))
@@ -339,11 +335,7 @@ TWICE = "give gradient, or error and weight_gradient, not both"
     ("call", "arguments", "message"),
     [
         (cpt.RoleSchedules(**ROLES).levels, {"q_grad": 4}, OWN_GRADIENTS),
-        (
-            cpt.RoleSchedules(**ROLES).levels_at,
-            {"step": 0, "q_grad": 4},
-            OWN_GRADIENTS,
-        ),
+        (cpt.RoleSchedules(**ROLES).levels_at, {"step": 0, "q_grad": 4}, OWN_GRADIENTS),
         (partial(cpt.RoleSchedules, error=8), ROLES, TWICE),
         (cpt.RoleSchedules, ROLES | {"weight_gradient": 8}, TWICE),
         (
@@ -455,10 +447,7 @@ STATIC_ROLES = cpt.RoleSchedules(weight=1, activation=StaticSchedule(3, 2), grad
     ("ladder", "schedule"),
     [
         (MX, MX_CYCLE),
-        (
-            by_role(ROTATED, ROTATED, {3: "e4m3", 4: "mxfp4"}),
-            StaticSchedule(3, 2),
-        ),
+        (by_role(ROTATED, ROTATED, {3: "e4m3", 4: "mxfp4"}), StaticSchedule(3, 2)),
         (by_role({3: "e4m3"}, {1: "e2m1"}, None), STATIC_ROLES),
     ],
 )
