@@ -38,7 +38,13 @@ def test_numerics_version_matches_stored_losses():
         assert len(set(pinned["losses"])) == pinned_losses.STEPS
 
 
-@pytest.mark.parametrize(("name", "arm"), RUNS)
+DEAR = ("entailment_bert", "detection_retinanet")
+CASES = [
+    pytest.param(*run, marks=pytest.mark.slow if run[0] in DEAR else ()) for run in RUNS
+]
+
+
+@pytest.mark.parametrize(("name", "arm"), CASES)
 def test_training_losses_match_stored_values(kernels, name, arm):
     changes = changes_of(name, arm)
     assert not changes, (

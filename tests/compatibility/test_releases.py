@@ -172,7 +172,13 @@ OUTCOMES = (
     outcome_of_pickle,
 )
 CASES = [
-    pytest.param(name, outcome, word, id=f"{name}: {item}")
+    pytest.param(
+        name,
+        outcome,
+        word,
+        id=f"{name}: {item}",
+        marks=pytest.mark.slow if item == "rows" else (),
+    )
     for name, words in EXPECTED.items()
     for item, outcome, word in zip(ITEMS, OUTCOMES, words, strict=True)
     if word != NONE

@@ -15,6 +15,7 @@ from cpt_core.numerics import NUMERICS
 from cpt_extras.files import write_atomically
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks.base import load_task_class
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training.checkpoint import RunState, previous_path, resume, save_checkpoint
 from cpt_lab.training.session import Session
@@ -209,7 +210,7 @@ def stop_at(step, spec, checkpoint, **options):
     asked = itertools.count(1)
     with pytest.raises(Stopped, match=f"at step {step} of {spec.recipe.steps}"):
         train(
-            ImageTask,
+            load_task_class(spec),
             spec,
             checkpoint=checkpoint,
             should_stop=lambda: next(asked) == step,
