@@ -627,6 +627,7 @@ def test_record_rejects_nesting(model):
         pass
 
 
+@pytest.mark.slow
 def test_record_lists_compiled_modules_as_unseen(model):
     passes(model)
     model[0].compile(backend="eager")

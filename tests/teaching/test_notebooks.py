@@ -89,6 +89,7 @@ def run_one(**options):
     return outcome, index.read_text()
 
 
+@pytest.mark.slow
 def test_reproduce_runs_changed_notebooks_only(place, without_kernel, capsys):
     """Cache pages by notebook and parameters; keep the page of the last good run beside that of a failure."""
     path = place("10_picky.ipynb", "assert seeds != [13]\nprint('seeds are', seeds)")
@@ -142,6 +143,7 @@ def test_reproduce_runs_changed_notebooks_only(place, without_kernel, capsys):
     assert lines[-1].startswith("notebooks 1/1: 10_picky done, ")
 
 
+@pytest.mark.slow
 def test_reproduce_reruns_when_user_data_changes(
     place, without_kernel, tmp_path, monkeypatch
 ):

@@ -123,6 +123,7 @@ def test_compare_with_paper_covers_experiments_and_aggregations(capsys, shown):
     assert len(shown) >= 4
 
 
+@pytest.mark.slow
 def test_compare_with_paper_checks_smoke_bands(capsys):
     rows = committed("image_digits").query(
         "model == 'mlp6' and q_min == 3 and seed == 0 and arm in ('ER', 'CR')"
