@@ -38,7 +38,14 @@ def test_lint_reports_planted_fault(check, file, before, after, problem):
 
 
 def test_lint_faults_cover_every_check():
-    assert FAULTS.keys() == CHECKS.keys() - {"commit_subjects"}
+    tested_below = {"commit_subjects", "test_names"}
+    assert FAULTS.keys() == CHECKS.keys() - tested_below
+
+
+def test_lint_reports_test_files_of_one_name():
+    files = ["tests/a/test_x.py", "tests/a/test_y.py", "tests/b/test_x.py"]
+    (problem,) = CHECKS["test_names"](Repository(files=files))
+    assert str(problem) == "tests/b/test_x.py:1: tests/a has a test_x.py too"
 
 
 SUBJECTS = {

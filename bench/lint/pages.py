@@ -196,6 +196,16 @@ def check_source_texts(repository: Repository) -> Iterator[Problem]:
                 )
 
 
+def check_test_names(repository: Repository) -> Iterator[Problem]:
+    """Check that test files differ by name, since pytest imports them without their folders."""
+    folders: dict[str, str] = {}
+    for file in repository.find(r"tests/.*test_\w+\.py"):
+        folder, _, name = file.rpartition("/")
+        if name in folders:
+            yield Problem(file, 1, f"{folders[name]} has a {name} too")
+        folders[name] = folder
+
+
 def anchors(repository: Repository, file: str) -> set[str]:
     """Return the anchors of a page's headings, as Markdown renderers make them."""
     headings = re.findall(r"^#+ (.*)$", repository.prose(file), re.MULTILINE)
