@@ -25,15 +25,27 @@ def paired(a: pd.DataFrame, b: pd.DataFrame, value: str) -> pd.Series:
 
 def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
     """Return the mean over arms of a column, and the share that diverged, on the seeds that all arms have."""
-    wide = {
-        name: runs.astype({name: float}).pivot_table(
-            index="seed", columns="arm", values=name, aggfunc="first", dropna=False
-        )
-        for name in (value, "diverged")
-    }
-    return pd.DataFrame(
-        {name: part.dropna().mean(axis=1) for name, part in wide.items()}
-    ).dropna()
+    pairs = list(zip(runs["seed"], runs["arm"], strict=True))
+    arms = sorted(set(runs["arm"]))
+    values_by_pair: dict[str, dict[tuple[int, str], float]] = {}
+    for name in (value, "diverged"):
+        known: dict[tuple[int, str], float] = {}
+        for pair, x in zip(pairs, runs[name].astype(float), strict=True):
+            if not math.isnan(x):
+                known.setdefault(pair, x)  # of several runs the first counts
+        values_by_pair[name] = known
+
+    seeds = []
+    for seed in sorted(set(runs["seed"])):
+        if all(
+            (seed, arm) in known for known in values_by_pair.values() for arm in arms
+        ):
+            seeds.append(seed)
+    means = {}
+    for name, known in values_by_pair.items():
+        table = [[known[seed, arm] for seed in seeds] for arm in arms]
+        means[name] = np.sum(table, axis=0) / max(len(arms), 1)
+    return pd.DataFrame(means, index=pd.Index(seeds, name="seed", dtype="Int64"))
 
 
 def _cache_by_content(function: Any) -> Any:
