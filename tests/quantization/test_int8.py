@@ -175,9 +175,10 @@ def passes(model, x, *state, q=8, q_grad=8):
     """Return outputs, gradients of inputs and parameters, running ranges; and noise keys."""
     leaves = [t.clone().requires_grad_() for t in (x, *state)]
     inputs = (leaves[0], tuple(leaves[1:])) if state else leaves
+    call = model[0] if state else model
     model.zero_grad()
     with cpt.precision(model, q, q_grad=q_grad):
-        tensors = [y for y in tree_leaves(model[0](*inputs)) if torch.is_tensor(y)]
+        tensors = [y for y in tree_leaves(call(*inputs)) if torch.is_tensor(y)]
         outputs = [y for y in tensors if y.requires_grad]
         upstream = [torch.arange(y.numel()).cos().view_as(y) for y in outputs]
         torch.autograd.backward(outputs, upstream)
