@@ -436,8 +436,13 @@ def test_int8_unsupported_matmuls_are_simulated(name):
         layer = FunctionModule(lambda _, x: function(x))
     models, x = both(layer), drawn("two-sided", *shape)
     with OpRecorder() as recorder:
+        evaluated = []
+        for model in models:
+            with cpt.precision(model, 8):
+                evaluated.append(model(x))
         results, expected = (passes(model, x)[0] for model in models)
     assert not recorder.count("cpt::encode")
+    assert torch.equal(*evaluated)
     assert all(map(torch.equal, results, expected))
 
 
