@@ -217,6 +217,7 @@ def _run_pytest(copy: Path, arguments: Sequence[str], output: Path) -> None:
         if name.partition(".")[0] == "bench":
             del sys.modules[name]
     sys.path[:] = [str(copy), *(p for p in sys.path if p not in ("", str(ROOT)))]
+    os.environ.pop("PYTEST_ADDOPTS", None)
     os.environ.update(
         PYTHONPATH=str(copy),
         OMP_NUM_THREADS="1",
