@@ -37,7 +37,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # notebook stay together (tests/conftest.py).
 PYTESTS := $(PYTEST) -n 3
 
-.PHONY: help setup lint check test reproduce notebooks book evidence bench demo-check mutants third-party trackers wheel image compat chromium browser lock clean distclean
+.PHONY: help setup lint check test weekly reproduce notebooks book evidence bench demo-check mutants third-party trackers wheel image compat chromium browser lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -75,14 +75,17 @@ lint: setup  ## style, types, imports, pages, notebooks, installation files and 
 	$(BIN)/python -m bench.lint
 
 check: lint  ## lint, types and the tests that are not marked slow: while you work
-	$(PYTESTS) -m "not slow" tests
+	$(PYTESTS) -m "not slow and not weekly" tests
 
 test: lint  ## lint, types, tests and notebooks; no GPU, no download
 	@# builds the C++ kernels where they are not built yet, so that no test waits for them
 	@$(BIN)/python -c "import cpt_core; print(cpt_core.backend())"
-	$(PYTESTS) --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-kernel-startup-timeout=300 \
-	  tests notebooks
+	$(PYTESTS) -m "not weekly" --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
+	  --nbval-kernel-startup-timeout=300 tests notebooks
 	@echo "make test: all checks passed"
+
+weekly: setup  ## the tests that make test leaves out: the wheel, growth of work, models of other libraries
+	$(PYTESTS) -m weekly tests
 
 NARROWED = $${NB:+--notebook "$$NB"} $${DATASET:+--dataset "$$DATASET"} $${PARAMS:+--parameter "$$PARAMS"}
 

@@ -68,20 +68,32 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-class NotebookScheduling(LoadScopeScheduling):
-    """Distribution of single tests to processes; the cells of a notebook stay together."""
+# Files whose tests share a costly fixture, such as the processes of torchrun.
+UNDIVIDED_FILES = (
+    "analysis/test_deficit_dates.py",
+    "analysis/test_report.py",
+    "integrations/test_exported_programs.py",
+    "integrations/test_processes.py",
+    "test_book.py",
+    "test_wheel.py",
+)
+
+
+class TestScheduling(LoadScopeScheduling):
+    """Distribution of single tests to processes; some files and the cells of a notebook stay together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        notebook, separator, _ = nodeid.partition("ipynb::")
-        return notebook if separator else nodeid
+        for ending in ("ipynb", *UNDIVIDED_FILES):
+            before, separator, _ = nodeid.partition(f"{ending}::")
+            if separator:
+                return before + ending
+        return nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(
-    config: pytest.Config, log: object
-) -> NotebookScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TestScheduling:
     """Return the distribution of tests for ``-n``."""
-    return NotebookScheduling(config, log)
+    return TestScheduling(config, log)
 
 
 def _is_short(item: pytest.Item) -> bool:

@@ -12,7 +12,7 @@ COVERED = {name for case in CASES.values() for name in case.covers.split()}
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_work_grows_at_most_linearly(name, tmp_path):
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):

@@ -18,7 +18,7 @@ import cpt_core
 from cpt_extras.kernels.cpp.build import kernels_dir
 from cpt_extras.optional_libraries import install_hint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 ROOT = Path(__file__).parents[1]
 NAME = f"cpt_core-{cpt_core.__version__}"

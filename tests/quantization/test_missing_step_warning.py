@@ -252,8 +252,9 @@ def test_missing_step_hooks_stay_while_optimizer_runs():
     others = []
 
     def collect_others(*_):
-        others.clear()
-        gc.collect()
+        if others:
+            others.clear()
+            gc.collect()
 
     hook = torch_optimizer.register_optimizer_step_post_hook(collect_others)
     model, scheduler = scheduled_net()

@@ -257,18 +257,19 @@ def test_main_script_that_is_gone_is_not_imported(tmp_path, monkeypatch):
     monkeypatch.setattr(main, "__spec__", None)
     for name, is_hidden in (("<stdin>", True), ("gone.py", True), ("there.py", False)):
         (tmp_path / "there.py").touch()
-        monkeypatch.setattr(main, "__file__", str(tmp_path / name))
+        monkeypatch.setattr(main, "__file__", str(tmp_path / name), raising=False)
         with process._importable_main():
             assert hasattr(main, "__file__") != is_hidden
         assert main.__file__ == str(tmp_path / name)
 
 
 def test_failed_start_names_script(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "run.py")
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", "run.py", raising=False)
     text = process._explain_failed_start(3)
     assert "ended with status 3 before it had begun" in text
     assert '`if __name__ == "__main__":` in run.py' in text
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(main, "__file__")
     assert "mend what it names, or take workers=0" in process._explain_failed_start(3)
 
 

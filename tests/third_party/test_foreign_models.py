@@ -13,7 +13,7 @@ from bench.third_party.known_failures import unexpected_answers
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.weekly,
     pytest.mark.filterwarnings(
         "ignore:LSTM with projections is not supported with oneDNN"
     ),

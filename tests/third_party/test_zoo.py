@@ -7,7 +7,7 @@ import cpt_core as cpt
 from bench.zoo import LOOPS, Watcher, on_grid, try_model
 from bench.zoo_models import MODELS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 SOME = [("torch", name) for name in MODELS["torch"]]
 SOME += [("torchvision", "squeezenet1_1")]
