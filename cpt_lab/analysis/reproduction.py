@@ -408,9 +408,9 @@ def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
         of training without a deficit) there; "verdict" by the rules of ``claims``, over all experiments.
     """
     check_choice("topic", topic, SECTIONS)
-    return _claims_table(
-        topic, _committed_entries() if runs is None else claims.judge_claims(runs)
-    )
+    if runs is None:
+        return _claims_table(topic, _committed_entries(topic))
+    return _claims_table(topic, claims.judge_claims(runs, only=_claim_ids(topic)))
 
 
 def claims_tables(runs: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
@@ -429,8 +429,14 @@ def _claims_table(topic: str, entries: Iterable[claims.Entry]) -> pd.DataFrame:
 
 
 @cache
-def _committed_entries() -> list[claims.Entry]:
-    return claims.judge_claims(all_committed())
+def _committed_entries(topic: str = "") -> list[claims.Entry]:
+    """Return the claims of a section judged by the committed rows; "" for all claims."""
+    return claims.judge_claims(all_committed(), only=_claim_ids(topic))
+
+
+def _claim_ids(topic: str) -> list[str]:
+    """Return the ids of the claims of a section, none for ""; corrections are within a claim."""
+    return [c.id for c in claims.claims() if topic and section_of_claim(c) == topic]
 
 
 class _Measured(NamedTuple):
