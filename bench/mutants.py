@@ -54,6 +54,7 @@ LEFT_OUT = (
 )  # made by machines, or not read by tests
 SECONDS = 900  # after this long a test hangs
 NEAREST = 4  # files of tests for a mutant that was made
+OWN_PACKAGES = ("bench", "book", "cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 PRELOADED = ("torch", "torchvision", "pytest", "hypothesis", "scipy.stats", "pandas")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(PRELOADED))
@@ -214,7 +215,7 @@ def _run_pytest(copy: Path, arguments: Sequence[str], output: Path) -> None:
 
     # nothing of the checkout itself may be imported instead of the copy
     for name in list(sys.modules):
-        if name.partition(".")[0] == "bench":
+        if name.partition(".")[0] in OWN_PACKAGES:
             del sys.modules[name]
     sys.path[:] = [str(copy), *(p for p in sys.path if p not in ("", str(ROOT)))]
     os.environ.pop("PYTEST_ADDOPTS", None)

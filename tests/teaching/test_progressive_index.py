@@ -54,5 +54,5 @@ def test_reproduce_updates_index_after_sections(monkeypatch):
     monkeypatch.setattr(notebooks, "_run", run)
     monkeypatch.setattr(NotebookRun, "key", lambda self: "")
     outcomes = notebooks._run_all(jobs, {}, False, after_section)
-    assert [outcome.name for outcome in outcomes] == names
+    assert sorted(outcome.name for outcome in outcomes) == sorted(names)
     assert seen == [["01_schedules"]]
