@@ -3,7 +3,7 @@
 The map answers which tests protect something alone, and which protect nothing that another test does not. It is made
 in two steps, each of which goes on where it stopped, in ``build/mutant_map``:
 
-1. The whole suite runs once under line coverage with a context per test (``coverage/``).
+1. The tests of ``make test`` run once under line coverage with a context per test (``coverage/``).
 2. For every mutant, all tests that execute a changed line run, and those that the table names (``red.jsonl``). For a
    line outside functions, which runs once at import, these are the tests that execute any function of its file.
 
@@ -122,7 +122,8 @@ def record_coverage(folder: Path, jobs: int, root: Path = ROOT) -> Path:
     )
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--cov"]
     options = [f"--cov-config={config}", "--cov-context=test", "--cov-report="]
-    process = subprocess.run([*command, *options, "tests"], cwd=root)
+    suite = ["-m", "not weekly", "tests"]
+    process = subprocess.run([*command, *options, *suite], cwd=root)
     if process.returncode != GREEN:
         sys.exit("the suite is not green without a mutant, or did not run")
     data.with_name("data.unfinished").rename(data)

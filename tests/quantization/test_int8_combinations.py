@@ -138,14 +138,14 @@ def test_int8_training_ignores_evaluation_between_steps():
 
 
 @pytest.mark.parametrize("q_grad", [6, 12])
-def test_int8_gradients_use_bits_at_backward_pass(q_grad):
-    """Round gradients with the bits at backward time; 12 bits do not fit into int8."""
+def test_int8_gradients_use_bits_of_forward_pass(q_grad):
+    """Round gradients with the bits of the forward pass; 12 bits do not fit into int8."""
     gradients = []
     for execution in EXECUTIONS:
         model = quantised(execution)
-        with cpt.precision(model, 8, q_grad=8):
-            y = model(pictures())
         with cpt.precision(model, 8, q_grad=q_grad):
+            y = model(pictures())
+        with cpt.precision(model, 8, q_grad=8):
             y.square().mean().backward()
         gradients.append([p.grad for p in model.parameters()])
     # a bias before BatchNorm has no gradient but noise

@@ -242,6 +242,11 @@ def unseen(task, model):
     return scale[0]
 
 
+def constant(task, model):
+    """Compute a factor of the loss from the active bits, a number of Python."""
+    return model.body[0].precision.active_bits.formats.activation
+
+
 def counts(task, model):
     """Write to a tensor that belongs to no run."""
     COUNT.add_(1)
@@ -264,6 +269,7 @@ def keeps(task, model):
     ("factor", "message"),
     [
         (unseen, "not all that the step does"),
+        (constant, "not all that the step does"),
         (counts, "add_.Tensor writes to"),
         (draws, "draws"),
         (keeps, "keeps a part"),
