@@ -171,6 +171,7 @@ def test_plan_command_counts_and_prices_runs(transcript, monkeypatch):
     transcript("plans.txt", lambda status, out, error: out)
 
 
+@pytest.mark.slow
 def test_rows_command_prints_table_and_writes_csv(transcript, folder, monkeypatch):
     failed, *_ = grids.grid_specs("digits/mlp6", "demo", [77], schedules=["CR"])
     store_row(failed, "failed")
@@ -196,6 +197,7 @@ def test_result_table_has_typed_columns(tmp_path):
 # --- runs and reports -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_run_command_trains_and_skips_stored_runs(command):
     words = "run digits/mlp6 --scale smoke --arms CR --seeds 0 1 --steps 20 --workers 0"
     for _ in range(2):
@@ -276,6 +278,7 @@ def test_parse_notebook_parameters_from_words():
 # --- range test and precision search --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_range_test_command_prints_result_and_figure(command, folder):
     figure = folder / "f.png"
     words = "range-test digits --scale smoke --bits 2 3 --dwell 8 --seeds 0 1 --figure"

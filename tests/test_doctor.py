@@ -144,6 +144,7 @@ MACHINES = [
 ]
 
 
+@pytest.mark.slow
 def test_checks_describe_machines(tmp_path, golden):
     """Compare state, cost and remedy on many machines with a golden file."""
     folder = tmp_path / "a folder"

@@ -38,7 +38,7 @@ def read(folder, part):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("part", "only", "ok", "left_out"),
     [

@@ -58,6 +58,7 @@ def fake_docker(tmp_path, monkeypatch):
     return put
 
 
+@pytest.mark.slow
 def test_image_check_builds_starts_and_runs_notebook(fake_docker, capsys):
     log = fake_docker()
     image.main()
@@ -72,6 +73,7 @@ def test_image_check_builds_starts_and_runs_notebook(fake_docker, capsys):
     assert f"lists {len(NOTEBOOKS)} notebooks" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("notebooks", "fails", "message"),
     [

@@ -64,6 +64,7 @@ def test_line_contexts_select_tests(change, tests, project):
     assert CONTEXTS.tests_of(mutant(*change), project) == tests
 
 
+@pytest.mark.slow
 def test_find_red_tests_lists_all(project):
     everything = find_red_tests(mutant("SCALE = 2", "SCALE = 3"), CONTEXTS, project)
     assert (everything.number_run, everything.status) == (3, 1)

@@ -37,6 +37,7 @@ def mutant(before, after, test="test_half.py::test_half"):
     return Mutant("cpt_core/half.py", "made up", before, after, (test,))
 
 
+@pytest.mark.slow
 def test_mutants_fit_package_and_name_existing_tests():
     assert [(str(m), why) for m in read_mutants() if (why := find_problem(m))] == []
 
@@ -154,6 +155,7 @@ def test_changes_covers_every_kind_of_mutation(line, wrong):
     assert len(found) == len(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", ["cpt_extras/search/solver.py", "cpt_extras/diagnostics/recording.py"]
 )

@@ -124,6 +124,7 @@ def test_public_former_modules_warn(former, name, monkeypatch):
     assert len(warned) == 1
 
 
+@pytest.mark.slow
 def test_public_former_modules_work_in_from_imports():
     """Import from a package that nothing has been imported from yet."""
     script = """\
@@ -153,6 +154,7 @@ def test_public_names_have_one_path():
     assert imported.keys() - {"__builtins__"} == set(cpt.search.__all__)
 
 
+@pytest.mark.slow
 def test_torch_free_modules_import_without_torch():
     """Import subpackages without numpy, and torch-free modules without torch and notebook libraries."""
     files = sorted(path.relative_to(ROOT) for path in ROOT.glob("cpt_*/**/*.py"))

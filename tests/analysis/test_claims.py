@@ -194,6 +194,7 @@ def test_claim_needs_name_missing_runs():
     assert all(pattern.search(text) for text in found.values())
 
 
+@pytest.mark.slow
 def test_coverage_counts_claims_with_effects():
     """Count a measured claim, a computed one, and one without runs."""
     runs = runs_of(demo())

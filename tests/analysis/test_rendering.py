@@ -39,6 +39,7 @@ def test_page_renders_table_with_glossary():
     assert '<table class="left">' in shown
 
 
+@pytest.mark.slow
 def test_page_escapes_html():
     good = {"page": "x.html?<d>", "name": "<e>", "failed": None, "error": ""}
     bad = {"page": None, "name": "<e>", "failed": "y.html?<d>", "error": "<f>"}

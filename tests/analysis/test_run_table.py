@@ -27,6 +27,7 @@ demo = partial(designs.quality_cost, "demo", static_bits=[8], seeds=range(3))
 VALUES = st.lists(st.floats(-9, 9).map(lambda x: round(x, 3)), min_size=3, max_size=8)
 
 
+@pytest.mark.slow
 @given(VALUES.filter(lambda values: len(set(values)) > 1))
 @settings(max_examples=20)
 def test_interval_and_estimate_match_student_t(values):
@@ -121,6 +122,7 @@ def test_share_at_q_min_of_static_arms():
     assert table(changed(rows[:1], arm="my curve")).savings.tolist() == ["own"]
 
 
+@pytest.mark.slow
 def test_load_deduplicates_runs_across_stores(tmp_path, monkeypatch):
     """Load a run of two stores once, whatever the order of the stores."""
     monkeypatch.setattr("cpt_lab.analysis.run_table.results_dir", lambda: tmp_path)
@@ -247,6 +249,7 @@ def test_tuned_avoids_diverged_learning_rates(losses, rate):
     assert set(tuned(table(rows)).lr) == {rate}
 
 
+@pytest.mark.slow
 def test_load_tunes_learning_rates(tmp_path):
     rows = at_rates(lambda arm, rate: rate)
     store = tmp_path / "x.jsonl"

@@ -145,10 +145,12 @@ def caption_texts():
     yield "uneven seeds", captions.seeds_text(runs_of(uneven))
 
 
+@pytest.mark.slow
 def test_quality_cost_tables_have_listed_numbers(golden):
     compare(golden, "quality_cost", quality_cost_tables())
 
 
+@pytest.mark.slow
 def test_quality_cost_findings_follow_runs(golden):
     texts = [(title, quality_cost.finding(runs)) for title, runs in findings()]
     compare(golden, "findings", texts)
@@ -173,6 +175,7 @@ def test_quality_cost_rejects_mixed_experiments():
     refused("at least three arms", predictors.rank_correlation, one)
 
 
+@pytest.mark.slow
 def test_sections_drop_uninformative_columns(monkeypatch):
     monkeypatch.setattr(quality_cost, "figure_3", lambda *_, **__: None)
 
@@ -276,6 +279,7 @@ def aggregation_tables():
     yield "Q-Agg diverges", aggregation.summary(none)
 
 
+@pytest.mark.slow
 def test_aggregation_tables_pair_runs_by_seed(golden):
     compare(golden, "aggregation", aggregation_tables())
     one = both_aggregations().query("aggregation == 'fp'")
@@ -319,6 +323,7 @@ def execution_tables():
     yield "int8 diverges once", int8_comparison.execution_difference(runs, "accuracy")
 
 
+@pytest.mark.slow
 def test_execution_tables_pair_runs_by_seed(golden):
     compare(golden, "execution", execution_tables())
     rows = execution_rows() + by_seed(demo(seeds=[0]), lambda s: 0.8)
@@ -360,6 +365,7 @@ def equal_cost_tables():
     )
 
 
+@pytest.mark.slow
 def test_equal_cost_tables_compare_equally_costly_arms(golden):
     compare(golden, "equal_cost", equal_cost_tables())
     runs = table(equal_cost_rows())
@@ -411,6 +417,7 @@ def predictor_tables():
     yield "perplexity", predictors.rank_correlation(text)
 
 
+@pytest.mark.slow
 def test_predictor_tables_identify_deciding_feature(golden):
     compare(golden, "predictors", predictor_tables())
     few = runs_of(demo(schedules=["CR", "RR"]), by_cost)
@@ -526,6 +533,7 @@ def test_deficit_tables_compare_with_controls(golden):
     compare(golden, "deficits", deficit_tables())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dataset", "arms"), [("cifar10", 9), ("imagenet", 3)])
 def test_table_1_lists_every_paper_number(dataset, arms):
     specs = designs.deficit_scan("paper", dataset, seeds=[0])
@@ -620,6 +628,7 @@ def test_paper_numbers_have_places_and_spreads():
     assert set(table_1["value"]) >= {92.08, 66.65}
 
 
+@pytest.mark.slow
 def test_paper_comparison_shows_runs_in_paper_units(golden):
     """Compare costs, differences, validation nodes, best epochs and lost runs with printed numbers."""
     specs = paper(

@@ -125,6 +125,7 @@ FUNCTIONS = {  # name in the reference -> functions
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFERENCE)
 def test_forward_macs_equal_reference(name, reference_macs):
     row = reference_macs.get(name)
@@ -502,6 +503,7 @@ def test_count_bitops_counts_float32_levels_by_bits():
     assert plan.total == expected
 
 
+@pytest.mark.slow
 def test_attention_macs_excluded_from_paper_convention():
     model = cpt.quantize_(bert(num_hidden_layers=2, num_labels=3))
     ids = torch.ones(3, 9, dtype=torch.int64)

@@ -369,6 +369,7 @@ def planetoid_cases():
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [archive_cases, ogb_cases, planetoid_cases])
 def test_graph_reader_reports_unusual_content(cases, data_folder, golden):
     name = cases.__name__.removesuffix("_cases")

@@ -530,6 +530,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_cifar10_download_uses_torchvision(cifar10, tmp_path_factory, monkeypatch):
     """Download from a loopback server with torchvision's transport, checksum and unpacking."""
     served = tmp_path_factory.mktemp("server") / "cifar-10-python.tar.gz"

@@ -169,6 +169,7 @@ def hidden_files(layout):
     return copies
 
 
+@pytest.mark.slow
 def test_readers_report_stray_files(data_folder, golden):
     """Name every file of another kind, and count files of hidden folders."""
     texts = []
@@ -419,6 +420,7 @@ def test_split_sizes_shrink_for_small_data(limits, count, sizes):
 # --- reports --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [d.name for d in DATASETS.values() if d.embedded])
 def test_embedded_data_is_independent_of_threads(dataset):
     threads = torch.get_num_threads()

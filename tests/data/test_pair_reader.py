@@ -366,6 +366,7 @@ def pair_cases():
     }
 
 
+@pytest.mark.slow
 def test_entailment_reader_reports_unusual_content(data_folder, golden):
     cases = pair_cases()
     golden("data/pairs.txt", describe_cases(data_folder, "entailment", cases))
@@ -442,6 +443,7 @@ def test_entailment_reader_counts_shared_xnli_pairs(data_folder):
 # --- the grammar ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_templates_are_balanced_and_reproducible():
     result = load_entailment(recipe("demo", "templates"))
     parts = {"train": result.train, "valid": result.valid, "test": result.test["en"]}

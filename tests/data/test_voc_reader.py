@@ -292,6 +292,7 @@ def voc_cases():
     }
 
 
+@pytest.mark.slow
 def test_voc_reader_reports_unusual_content(data_folder, golden):
     golden("data/voc.txt", describe_cases(data_folder, "detection", voc_cases()))
 
@@ -408,6 +409,7 @@ def test_detection_batches_omit_difficult_objects(data_folder):
     assert sorted(labels) == [[], [1], [2]]
 
 
+@pytest.mark.slow
 def test_detection_batches_are_reproducible_by_step(data_folder):
     """Return equal batches for equal seeds and steps, with and without workers."""
     train = load_own(data_folder, "detection", own_pictures()).train

@@ -267,6 +267,7 @@ def test_count_bitops_omits_backward_of_detached_layer():
     assert count_bitops(model, (X,)).bitops["encoder"] == {"forward": 64 * 32**2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU], ids=lambda k: k.__name__)
 def test_check_follows_direct_forward_calls(kind):
     x = torch.randn(4, 3, 8)

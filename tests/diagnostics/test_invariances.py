@@ -472,6 +472,7 @@ def test_check_fails_with_broken_invariance(golden):
     assert without.operations == result.operations
 
 
+@pytest.mark.slow
 def test_invariances_page_matches_printed_output():
     page = PAGE.read_text("utf-8")
     names = {"__name__": "__main__"}

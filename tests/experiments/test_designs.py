@@ -141,6 +141,7 @@ def described(specs):
     return f"{shared}\n{terminal(arms.agg(list).reset_index())}\n"
 
 
+@pytest.mark.slow
 def test_designs_list_expected_arms(golden):
     text = ""
     for function, given in CALLS:

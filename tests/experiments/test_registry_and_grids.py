@@ -198,6 +198,7 @@ def test_user_paths_are_recognised_on_every_system(path):
 # --- grids ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_grids_have_listed_counts_and_keys(golden):
     """Compare counts and a digest of all keys: a grid that changes would not find its stored rows."""
     lines = []

@@ -381,6 +381,7 @@ def test_rotate_preserves_norms_and_inner_products(size):
     assert torch.autograd.gradcheck(lambda v: rotate(v, size, 3), x)
 
 
+@pytest.mark.slow
 def test_rotate_spreads_outliers():
     x = normal(4, 64)
     x[:, 3] = 100.0

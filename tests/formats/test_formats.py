@@ -205,6 +205,7 @@ def test_format_ladder_is_sorted_mapping():
     assert as_ladder(ladder) == ladder
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.integers(1, 32), ANY_FORMAT, min_size=1, max_size=6))
 def test_format_ladder_roundtrips_through_dict(formats):
     ladder = FormatLadder(formats)

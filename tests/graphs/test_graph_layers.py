@@ -265,6 +265,7 @@ def test_count_bitops_of_paper_sage(reference_macs):
     assert plan.forward_macs == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "execution"),
     [("fp", "simulated"), ("quantized", "simulated"), ("quantized", "integer")],

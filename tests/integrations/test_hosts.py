@@ -426,6 +426,7 @@ def test_loop_trains_and_resumes_as_plain_loop(loop, plain, tmp_path, request):
     assert is_same_run(resumed.net, plain, STOP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainer_trains_as_plain_loop(trainer, plain, trained):
     """Train as the plain loop, also with evaluations and recording in between."""
@@ -435,6 +436,7 @@ def test_trainer_trains_as_plain_loop(trainer, plain, trained):
     assert set(host.net.state_dict()) == set(Net().state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainer_resumes_as_plain_loop(trainer, plain, trained, tmp_path):
     host = trainer.at_checkpoint(tmp_path, trained(trainer).checkpoint)
@@ -463,6 +465,7 @@ class Peek(transformers.TrainerCallback):
             model(**next(iter(loader_of(TEST))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "options", "times"),
     [
@@ -492,6 +495,7 @@ def logged(host, name):
     return [entry[name] for entry in host.entries() if name in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainer_logs_bits_and_cost(trainer, trained):
     schedule, logs = schedule_of(), trained(trainer).step_logs()
@@ -504,6 +508,7 @@ def test_trainer_logs_bits_and_cost(trainer, trained):
     assert evaluations[-EPOCHS:] == [8] * EPOCHS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainer_logs_rounding_statistics(trainer, trained):
     """Log the median over layers of every role once per recorded step."""
@@ -548,6 +553,7 @@ def test_trainer_rejects_mismatched_settings(trainer, options, message, tmp_path
     assert not any(net.bits(training=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainer_restarts_for_second_training(trainer, tmp_path):
     schedule = schedule_of(total_steps=4, n_cycles=1, q_min=6)
@@ -683,6 +689,7 @@ def test_hf_callback_rejects_foreign_checkpoints(
     assert "resume_from" in str(error.value)
 
 
+@pytest.mark.slow
 def test_hf_callback_restores_ranges_of_best_model(tmp_path):
     settings = {
         "eval_strategy": "steps",

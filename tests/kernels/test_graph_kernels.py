@@ -53,6 +53,7 @@ def test_fused_graph_operators_match_plain_chain(name, family):
     check_operators(MATRICES[name], family)
 
 
+@pytest.mark.slow
 def test_fused_graph_operators_ignore_thread_count(threaded):
     threaded(3)
     check_operators(normal(200, 500), "cpt")

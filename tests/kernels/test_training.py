@@ -51,6 +51,7 @@ def train(backend, config, memory_format):
     return losses, [*model.parameters(), *ranges]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounding", "memory_format"),
     [("nearest", torch.contiguous_format), ("stochastic", torch.channels_last)],

@@ -182,6 +182,7 @@ def test_attention_of_model_family_is_quantized(name):
     assert torch.equal(model(x).logits, expected)
 
 
+@pytest.mark.slow
 def test_quantized_bert_keeps_config_and_files(tmp_path):
     model = bert_of_two_layers("sdpa").eval()
     module, config = model.bert.encoder.layer[0].attention.self, model.config

@@ -350,6 +350,7 @@ def train(kind, config, is_checkpointed=False):
     return losses_of(model, schedule, loss, 8, lr=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "config"), [("gcn", AUTHORS), ("sage", SHARED)])
 def test_int8_graph_training_equals_simulation_and_repeats(kind, config):
     losses = train(kind, config)

@@ -319,6 +319,7 @@ def test_copied_submodule_does_not_hold_the_model():
         assert mode_of(copied) is not mode_of(model)
 
 
+@pytest.mark.slow
 def test_interception_frees_parameters_made_in_forward():
     references = []
 
@@ -486,6 +487,7 @@ def test_fx_graph_traced_after_conversion_is_quantized_or_warns(name):
             assert torch.equal(traced(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit:FutureWarning",
     "ignore:.*torch.jit:DeprecationWarning",

@@ -463,6 +463,7 @@ def test_check_runs_on_ladders_and_restores_them(ladder, schedule, training):
     assert torch.equal(model(X), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ladder", "trained_level", "exported_level"),
     [({1: "affine4", 3: "e4m3"}, 3, 1), (by_role({8: "e4m3"}, None, None), 8, 8)],
@@ -609,6 +610,7 @@ def test_relative_cost_prices_ladders_by_role(cost):
     assert roles.relative_cost(cost=cost, ladder=ladder) == 1
 
 
+@pytest.mark.slow
 def test_sensitivity_of_ladder_uses_its_levels():
     model, step, optimizer, _ = problem()
     options = {"base": 2, "q_max": 4, "windows": 2, "steps": 8, "seeds": (0,)}

@@ -235,6 +235,7 @@ def test_missing_step_warning_names_idle_followed_optimizer():
     assert scheduler.last_step == 0
 
 
+@pytest.mark.slow
 def test_missing_step_hook_is_removed_with_scheduler():
     """Compare hooks by key, since schedulers of earlier tests may be collected meanwhile."""
     remove_finished_hooks()
@@ -247,6 +248,7 @@ def test_missing_step_hook_is_removed_with_scheduler():
     assert added not in torch_optimizer._global_optimizer_post_hooks
 
 
+@pytest.mark.slow
 def test_missing_step_hooks_stay_while_optimizer_runs():
     """Collect a scheduler between two hooks of one optimizer step, and report the other."""
     others = []

@@ -128,6 +128,7 @@ def test_quantize_passes_gradient_of_clipped_values(x, bits):
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(tensors(), BITS, st.integers(-(2**63), 2**63 - 1))
 def test_stochastic_rounding_stays_on_neighbouring_grid_points(x, bits, seed):

@@ -456,6 +456,7 @@ def test_scheduler_copy_follows_no_optimizer_and_warns(copied):
     copied(follower_of(follow=False))  # a warning would be an error here
 
 
+@pytest.mark.slow
 def test_scheduler_and_optimizer_are_garbage_collected():
     model, optimizer, follower = follower_of()
     reference_to_it = weakref.ref(follower)

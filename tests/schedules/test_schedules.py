@@ -213,6 +213,7 @@ def check_properties(schedule):
             twin.bits()[0] = 9
 
 
+@pytest.mark.slow
 @given(settings_of([*SCHEDULES, "STATIC"]), st.one_of(st.none(), st.integers(1, 32)))
 def test_schedule_properties_shares_and_cost(case, q_grad):
     name, args = case
@@ -734,6 +735,7 @@ def test_solve_schedule_meets_budgets_monotonically(problem, more):
     assert all(a >= b * (1 - 1e-6) for a, b in itertools.pairwise(powers))
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(st.integers(1, 5), st.integers(6, 12), st.integers(1, 8), st.integers(100, 1250))
 @example(5, 8, 4, 7_991)  # as long as the paper's: 8 cycles in more than 64,000 steps,

@@ -137,6 +137,7 @@ def test_precision_search_code_sets_bits():
     assert (precision.bits, precision.q_grad) == (4, 5)
 
 
+@pytest.mark.slow
 def test_precision_search_repeats_only_inconclusive_arms():
     def repeated_arms(trainings, seeds):
         search(trainings, seeds=seeds)

@@ -132,6 +132,7 @@ def test_solve_schedule_custom_bitops_cost_equals_default(budget, delay, q_grad)
     assert found.bits().tolist() == known.bits().tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     steps=st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(

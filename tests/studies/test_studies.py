@@ -68,6 +68,7 @@ def test_study_runs_equal_stored_runs(study):
             assert ["".join(count) for count in told] == [str(len(specs))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", [H7, H10], ids=lambda study: study.name)
 def test_study_rates_are_chosen_on_separate_runs(study):
     assert (

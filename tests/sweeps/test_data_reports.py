@@ -28,6 +28,7 @@ def own_spec(data_folder, monkeypatch):
     return run_spec(short, "static 8", q_max=8, seed=0)
 
 
+@pytest.mark.slow
 def test_data_report_is_printed_once_and_stored(own_spec, tmp_path, capsys):
     """Print the report of the user's data before the first run, but not of embedded data."""
     store = tmp_path / "a.jsonl"

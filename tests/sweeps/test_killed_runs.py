@@ -88,6 +88,7 @@ def killed_run(place, job, should_stop, on_start):
     run_all(job, should_stop, on_start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["this process", "a process"])
 @pytest.mark.parametrize("place", PLACES)
 def test_run_killed_anywhere_resumes(place, host, store, calm, caplog, monkeypatch):
@@ -146,6 +147,7 @@ def hang(job, stop, on_start):
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [hang, run_all])
 def test_supervise_fails_run_at_timeout(work, store, monkeypatch):
     """Fail a run that hangs, and one that is too long and leaves its checkpoint."""
@@ -191,6 +193,7 @@ def tell(job, stop, on_start):
     return [Outcome(job.spec.key, "ran", known)]
 
 
+@pytest.mark.slow
 def test_run_process_gets_environment_gpu_and_cores(store, monkeypatch):
     """Pass the current environment, since the fork server has an older one."""
     (spec,) = specs_of("CR")

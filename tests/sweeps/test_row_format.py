@@ -90,6 +90,7 @@ def test_newest_breaks_ties_by_content():
 # --- torn and broken lines ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([LINE, b'{"schema": 1, "k']), st.integers(0, 200), st.integers(0, 3)
 )
@@ -150,6 +151,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @ignoring_faults
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.sampled_from("abc"))
 @example([LINE.rstrip(), b"\r", LINE.rstrip(), b"\r"], "c")
@@ -318,6 +320,7 @@ ANYTHING = st.recursive(
 ODD = {"file": ["\udcc3", "\u2028\x00\n", 2**64 - 1, -0.0, 5e-324, {"": None}]}
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(TEXT, ANYTHING, max_size=4),
     st.dictionaries(TEXT, ANYTHING, max_size=3),
@@ -479,6 +482,7 @@ CHANGES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @ignoring_faults
 @given(st.lists(CHANGES, max_size=12))
 @settings(max_examples=60)

@@ -238,6 +238,7 @@ def test_append_row_fails_if_fsync_fails(store, monkeypatch):
     assert names_in(store) == ["first"]
 
 
+@pytest.mark.slow
 def test_append_row_time_is_linear(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
@@ -434,6 +435,7 @@ def write_many(store, worker):
             stores.load_rows(store)  # a reader never sees a broken line
 
 
+@pytest.mark.slow
 def test_append_row_with_many_writers(store):
     workers = [PROCESSES.Process(target=write_many, args=(store, w)) for w in range(4)]
     for worker in workers:
@@ -469,6 +471,7 @@ def test_claim_is_exclusive_per_run(tmp_path):
         assert is_mine
 
 
+@pytest.mark.slow
 def test_claim_waits_until_free_or_cancelled(store):
     free, claimed, asked = threading.Event(), threading.Event(), []
 
@@ -504,6 +507,7 @@ def hold_and_sleep(store, ready):
         time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_claim_ends_when_holder_is_killed(store):
     """Release the claim of a killed process although its children live."""
@@ -530,6 +534,7 @@ def compete(store, log, stop):
                 append_bytes(log, f"{os.getpid()} out\n".encode())
 
 
+@pytest.mark.slow
 def test_claim_excludes_competing_processes(store):
     stop, log = PROCESSES.Event(), store.with_name("log")
     log.touch()

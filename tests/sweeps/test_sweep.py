@@ -156,6 +156,7 @@ def test_run_grid_rows_are_complete(calm):
     assert lines == calm.rows
 
 
+@pytest.mark.slow
 def test_run_grid_marks_diverged_runs(store):
     """Detect divergence in the evaluation or the next loss."""
     settings = ((1, 1e20), (5, 1e20), (5, 1e15), (5, 0.01))
@@ -232,6 +233,7 @@ def no_room(job, stop, on_start):
     raise StoreError("no room, said the process of the run")
 
 
+@pytest.mark.slow
 def test_run_grid_stops_on_full_disk(store, monkeypatch, first_process):
     monkeypatch.setattr(stores, "check_writable", lambda store: None)  # fills up later
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
@@ -253,6 +255,7 @@ def train_after_sigterm(job, stop, on_start):
     return run_all(job, stop, on_start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "run_count", "beside"),
     [
@@ -278,6 +281,7 @@ def test_run_grid_restarts_runs_of_dead_process(
 OF_THE_PROCESS = {"seconds", "peak_memory", "provenance"}
 
 
+@pytest.mark.slow
 def test_run_grid_processes_equal_in_process_rows(store, calm):
     """Give equal rows and curves in worker processes, one of them with two runs."""
     rows = run_grid(calm.specs, store, workers=2, together=2)
@@ -394,6 +398,7 @@ def test_gpu_slots_are_round_robin_by_memory(monkeypatch):
 # --- other sweeps, and changed data ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_run_grid_waits_for_concurrent_sweep(store, capsys):
     spec, other = specs_of("CR", "ER")
     rows = []
@@ -433,6 +438,7 @@ def write_images(folder, seed):
     loading._last.clear()  # as in another process
 
 
+@pytest.mark.slow
 def test_run_grid_rejects_rows_of_changed_data(own_specs, store, tmp_path):
     first, second = own_specs
     (row,) = run_grid([first], store, workers=0)
@@ -552,6 +558,7 @@ def test_progress_bar_shows_run_counts_and_time(capsys, monkeypatch):
         assert "1 running, 1 failed, a remark]" in shown(live.refresh)
 
 
+@pytest.mark.slow
 def test_progress_bar_moves_with_in_process_steps(store, monkeypatch):
     seen = []
 

@@ -344,6 +344,7 @@ def test_verify_sample_of_gpu_row_needs_gpu(row, tmp_path, monkeypatch):
     assert verify.sample(store).missing == f"{row['key']} {reason}"
 
 
+@pytest.mark.slow
 def test_verify_command_reproduces_rows_bit_for_bit(command, store, monkeypatch):
     def run_here(*arguments, workers, **options):
         return run_grid(*arguments, workers=0, **options)

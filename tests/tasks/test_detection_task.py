@@ -43,6 +43,7 @@ def paper_retinanet():
     return retinanet("retinanet", 20)
 
 
+@pytest.mark.slow
 def test_retinanet_has_parameter_count_of_paper(paper_retinanet):
     assert sum(p.numel() for p in paper_retinanet.parameters()) == 20_165_400
 
@@ -396,6 +397,7 @@ def test_pretrained_or_scratch_falls_back_with_message(data_folder, capsys):
 # --- cost -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_upsampling_counts_in_paper_convention_only():
     model = retinanet("retinanet_small", 3)
     x = (torch.zeros(1, 3, 64, 64),)
@@ -410,6 +412,7 @@ def test_upsampling_counts_in_paper_convention_only():
     assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
 
 
+@pytest.mark.slow
 def test_count_bitops_of_paper_retinanet(reference_macs):
     with torch.device("meta"):
         model, images = retinanet("retinanet", 20), torch.empty(1, 3, 224, 224)

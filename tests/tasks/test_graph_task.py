@@ -26,6 +26,7 @@ def trained():
     return cache(lambda model: train(GraphTask, spec(model=model, steps=40)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "name"), [("gcn", "GCN"), ("sage", "GraphSAGE")])
 def test_graph_training_learns(model, name, trained):
     run = trained(model)
@@ -55,6 +56,7 @@ def test_graph_epoch_has_every_training_node_once():
     assert torch.bincount(torch.cat(labels)).tolist() == [5] * 10
 
 
+@pytest.mark.slow
 def test_graph_batches_are_independent_of_workers(monkeypatch):
     """Sample the same neighbours in this process and in worker processes."""
     task = GraphTask(spec(model="sage"), CPU)
@@ -110,6 +112,7 @@ def test_graph_exact_inference_equals_full_graph(monkeypatch):
     assert (chunks.argmax(1) == whole.argmax(1)).float().mean() > 0.995
 
 
+@pytest.mark.slow
 def test_graph_sampled_inference_repeats_near_exact(trained):
     model = trained("sage").model.eval()
 
@@ -124,6 +127,7 @@ def test_graph_sampled_inference_repeats_near_exact(trained):
     assert abs(many["test"]["accuracy"] - exact["test"]["accuracy"]) < 0.03
 
 
+@pytest.mark.slow
 def test_graph_raw_logit_loss_is_unbounded():
     losses = train(GraphTask, spec(loss="nll_raw", steps=40)).history["loss"]
     assert losses[-1] < losses[20] < losses[0]

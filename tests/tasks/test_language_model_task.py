@@ -132,6 +132,7 @@ def test_language_model_best_evaluation_has_lowest_perplexity():
     assert run.metric("perplexity", when="best_valid") == best
 
 
+@pytest.mark.slow
 def test_language_model_plateau_rate_follows_evaluations():
     """Derive the learning rate from the evaluations only, in a real training."""
     rule = {"lr_rule": "plateau", "evaluate_every": 2, "lr": 60.0}

@@ -84,6 +84,7 @@ def random_settings(rng):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 def test_explorer_equals_library_for_random_settings(engine):
     """Reject the settings that the library rejects, and print Python lines of an equal schedule and baseline."""

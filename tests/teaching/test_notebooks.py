@@ -187,6 +187,7 @@ def test_reproduce_reruns_when_user_data_changes(
     assert len(tried) == 9
 
 
+@pytest.mark.slow
 def test_reproduce_leaves_unchanged_index_alone(place, without_kernel, tmp_path):
     place("10_picky.ipynb", "print('fine')")
     run_one()
@@ -286,6 +287,7 @@ if pathlib.Path({str(tries)!r}).read_text() == 'x':
     assert message.endswith("(cell 3); it is tried once more")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "failures", "error"),
     [
@@ -545,6 +547,7 @@ def test_notebooks_are_numbered_and_have_estimates():
     assert estimate("paper") is None
 
 
+@pytest.mark.slow
 def test_reproduce_passes_dataset_to_notebooks_of_task(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "cpt_lab.tasks.base.read_all_data", lambda recipe: None

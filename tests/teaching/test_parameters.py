@@ -36,6 +36,7 @@ def grid(scale, *data, **changes):
     return designs.quality_cost(scale, *data, **options)
 
 
+@pytest.mark.slow
 def test_parameters_run_returns_table():
     parameters = check_parameters(scale="smoke")
     runs = parameters.run(grid("smoke", static_bits=[8], steps=8, n_cycles=1))

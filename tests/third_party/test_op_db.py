@@ -44,6 +44,7 @@ def test_op_db_matmul_is_quantized_or_reported(info):
     assert any(not row.skipped for row in rows)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("info", OTHERS, ids=names(OTHERS))
 def test_op_db_function_without_matmul_is_unchanged(info):
     rows = list(islice(function_rows(info, FORMS[:1]), 1))

@@ -111,6 +111,7 @@ def check(row, curve, params, final, metrics):
         assert values == pytest.approx(curve[metric])
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_rows_and_curves(runs, rows, curves):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -144,6 +145,7 @@ def _from_sql(value):
     return math.inf if value == sys.float_info.max else value
 
 
+@pytest.mark.slow
 def test_mlflow_shows_rows_and_curves(rows, curves, monkeypatch, tmp_path):
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient, set_tracking_uri
@@ -173,6 +175,7 @@ def test_mlflow_shows_rows_and_curves(rows, curves, monkeypatch, tmp_path):
     assert len(client.search_runs([found[0].info.experiment_id])) == 2
 
 
+@pytest.mark.slow
 def test_mlflow_without_server_costs_no_run(runs, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     with socket.socket() as taken:  # nobody listens there

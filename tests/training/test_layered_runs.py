@@ -76,6 +76,7 @@ def test_count_bitops_of_layered_schedule(net):
     assert schedule.relative_cost(8, q_max=8) == pytest.approx(total / static)
 
 
+@pytest.mark.slow
 def test_layered_schedule_of_equal_parts_trains_identically(layered_run):
     one, other = (
         train(ImageTask, spec_of(schedule))

@@ -36,6 +36,7 @@ def run():
 # --- results --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_follows_schedule_and_learns(run):
     assert (run.status, run.error) == ("ok", "")
     assert run.history["bits"] == run.spec.schedule.bits().tolist()
@@ -47,6 +48,7 @@ def test_train_follows_schedule_and_learns(run):
     assert run.metric("accuracy") > 0.6
 
 
+@pytest.mark.slow
 def test_train_counts_bitops(run):
     layers = 64 * 32 + 5 * 32 * 32 + 32 * 10
     squares = sum(q * q + 16 * q for q in run.spec.schedule.bits().tolist())
@@ -258,6 +260,7 @@ def names_beside(path):
     return sorted(os.listdir(path.parent))
 
 
+@pytest.mark.slow
 def test_train_resumes_bit_for_bit(tmp_path):
     # Batches of two sizes; three stops, one of them in the middle of an epoch.
     spec = spec_of(steps=40, n_cycles=2, crop=1, evaluate_every=15, train_images=100)
@@ -294,6 +297,7 @@ class OtherDataTask(ImageTask):
         self.data = replace(self.data, checksum="other")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_different_data_is_set_aside(path, caplog):
     assert train_from(path, OtherDataTask)[1] == 0
     assert names_beside(path) == ["run.damaged.pt", "run.previous.damaged.pt"]
