@@ -25,7 +25,7 @@ from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import plural
 from cpt_lab.experiments.registry import DATASETS, deficits, recipe
-from cpt_lab.experiments.schema import SCALES, Recipe
+from cpt_lab.experiments.schema import CYCLIC_RULES, SCALES, Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.experiments.stand_ins import STAND_IN_TITLES
 
@@ -356,8 +356,14 @@ def _decay(r: Recipe) -> str:
     final = getattr(r, "final_lr", None)
     if rule == "plateau":
         return f"divided by {r.lr_division:g} after an epoch without progress"  # type: ignore[attr-defined]
-    if rule in ("constant", "step"):
-        return {"constant": "none", "step": "a tenth at 50 and 75 %"}[rule]
+    if rule == "constant":
+        return "none"
+    if rule == "step":
+        shares = "80 and 90" if r.task == "language_model" else "50 and 75"
+        return f"a tenth at {shares} %"
+    if rule in CYCLIC_RULES:
+        change = "rises from 0" if rule == "cyclic_rising" else "falls to 0"
+        return f"{change} in every cycle"
     if milestones and rule != "cosine":
         return (
             f"a tenth at {' and '.join(f'{100 * share:g}' for share in milestones)} %"

@@ -15,6 +15,7 @@ from typing import Any
 from cpt_core.validation import check_choice, check_int
 from cpt_lab.experiments.schema import (
     ACCURACY,
+    CYCLIC_RULES,
     LATER,
     Changes,
     Dataset,
@@ -40,7 +41,8 @@ class GraphRecipe(Recipe):
         aggregation: the sum over neighbours in float32, "fp" (FP-Agg), or "quantized" (Q-Agg).
         fanout: neighbours sampled for every node and layer when training in batches.
         inference: "sampled" evaluates with samples as in training, "exact" with all neighbours, layer by layer.
-        lr_rule: "cosine" from ``lr`` to ``final_lr`` times that, "constant", or "step": times 0.1 at 50 and 75 %.
+        lr_rule: "cosine" from ``lr`` to ``final_lr`` times that, "constant", or "step": times 0.1 at 50 and 75 %. In
+            every cycle from ``lr`` to 0 with "cyclic_falling", from 0 to ``lr`` with "cyclic_rising".
         degrees: rising in-degrees, self-loops counted, at which strata of nodes begin; evaluation then also gives the
             accuracy of every stratum, such as "accuracy_degree17" from 17 to below the next. () is no strata.
     """
@@ -66,7 +68,7 @@ class GraphRecipe(Recipe):
             ("loss", ("cross_entropy", "nll_raw")),
             ("aggregation", ("fp", "quantized")),
             ("inference", ("sampled", "exact")),
-            ("lr_rule", ("cosine", "constant", "step")),
+            ("lr_rule", ("cosine", "constant", "step", *CYCLIC_RULES)),
         ):
             check_choice(name, getattr(self, name), allowed)
         if list(self.degrees) != sorted(

@@ -20,6 +20,7 @@ from typing import Any
 from cpt_core.validation import check_choice
 from cpt_lab.experiments.schema import (
     ACCURACY,
+    CYCLIC_RULES,
     LATER,
     Changes,
     Dataset,
@@ -41,7 +42,8 @@ class ImageRecipe(Recipe):
         flip: random horizontal flips.
         train_images, valid_images, test_images: how many are used; None means all. The validation images are held out
             of the training set; with 0 the best epoch is chosen on the test set, and the metric says so.
-        lr_rule: "milestones"; "constant", without them; or "cosine", from ``lr`` to 0 over all steps.
+        lr_rule: "milestones"; "constant", without them; "cosine", from ``lr`` to 0 over all steps; "cyclic_falling",
+            the same in every cycle; or "cyclic_rising", from 0 to ``lr`` in every cycle.
     """
 
     milestones: tuple[float, ...] = (0.5, 0.75)
@@ -56,7 +58,8 @@ class ImageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("lr_rule", self.lr_rule, ("milestones", "constant", "cosine"))
+        rules = ("milestones", "constant", "cosine", *CYCLIC_RULES)
+        check_choice("lr_rule", self.lr_rule, rules)
         if not all(0 <= share <= 1 for share in self.milestones):
             raise ValueError(
                 f"milestones must be shares of the steps, from 0 to 1, got {self.milestones!r}"

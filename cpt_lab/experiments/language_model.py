@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cpt_core.validation import check_choice
-from cpt_lab.experiments.schema import Changes, Dataset, Experiment, Metric, Recipe
+from cpt_lab.experiments.schema import (
+    CYCLIC_RULES,
+    Changes,
+    Dataset,
+    Experiment,
+    Metric,
+    Recipe,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class LanguageModelRecipe(Recipe):
         dropout: on the LSTM's output, and on the embeddings unless ``drop_embedding`` is False.
         lr_rule: "plateau" divides the rate by ``lr_division`` after every evaluation whose validation loss is not the
             best so far, "cosine" lowers it to ``final_lr`` times ``lr``, "step" is times 0.1 at 80 and 90 %, "constant"
-            leaves it.
+            leaves it. In every cycle "cyclic_falling" lowers it to 0, "cyclic_rising" raises it from 0.
         unit: "words" or "characters".
         vocabulary: how many of the most frequent words are known; None means all of the training text.
         train_tokens, valid_tokens, test_tokens: how many are used from the start of each text; None means all.
@@ -51,7 +58,8 @@ class LanguageModelRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("lr_rule", self.lr_rule, ("plateau", "cosine", "step", "constant"))
+        rules = ("plateau", "cosine", "step", "constant", *CYCLIC_RULES)
+        check_choice("lr_rule", self.lr_rule, rules)
         check_choice("unit", self.unit, ("words", "characters"))
         if self.lr_rule == "plateau" and not self.evaluate_every:
             raise ValueError(

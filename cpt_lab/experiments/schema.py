@@ -24,6 +24,8 @@ DECAYS = (
 
 # Of fields that recipes had not from the start: their default is left out of specs, which keep their keys; so it stays.
 LATER = {"later": True}
+# rules of the learning rate of every task that is repeated in each cycle: half a cosine down, or up
+CYCLIC_RULES = ("cyclic_falling", "cyclic_rising")
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,23 @@ def cosine(lr: float, final: float, steps: int) -> LearningRate:
     )
 
 
+def cyclic(lr: float, n_cycles: int, steps: int, rising: bool = False) -> LearningRate:
+    """Return the rule of half a cosine from ``lr`` to 0 in every cycle; with ``rising`` reversed in time.
+
+    >>> [round(cyclic(0.1, 2, 8)(step, []), 3) for step in range(8)]
+    [0.1, 0.085, 0.05, 0.015, 0.1, 0.085, 0.05, 0.015]
+    >>> [round(cyclic(0.1, 2, 8, rising=True)(step, []), 3) for step in range(8)]
+    [0.015, 0.05, 0.085, 0.1, 0.015, 0.05, 0.085, 0.1]
+    """
+
+    def rate(step: int, evaluations: Sequence[Evaluation]) -> float:
+        falling_step = steps - 1 - step if rising else step
+        position = falling_step * n_cycles / steps % 1.0
+        return lr * (1 + math.cos(math.pi * position)) / 2
+
+    return rate
+
+
 def plateau(lr: float, division: float) -> LearningRate:
     """Return the rule ``lr``, divided by ``division`` after every evaluation without a new lowest validation loss."""
 

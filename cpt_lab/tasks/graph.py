@@ -20,6 +20,7 @@ from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.data.loading import load_once, make_loader, to_device
 from cpt_lab.data.random_streams import Stream, batch_keys, seeded_generator
 from cpt_lab.experiments.graph import GraphRecipe
+from cpt_lab.experiments.schema import CYCLIC_RULES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.resources import usable_cores
 from cpt_lab.tasks.base import (
@@ -27,6 +28,7 @@ from cpt_lab.tasks.base import (
     Metrics,
     constant,
     cosine,
+    cyclic,
     make_optimizer,
     milestones,
     sum_batches,
@@ -234,6 +236,9 @@ class GraphTask:
         """Return Adam and the learning rate by the recipe's rule."""
         r = self.recipe
         adam = make_optimizer(torch.optim.Adam, model.parameters(), r)
+        if r.lr_rule in CYCLIC_RULES:
+            rising = r.lr_rule == "cyclic_rising"
+            return adam, cyclic(r.lr, r.n_cycles, r.steps, rising)
         if r.lr_rule == "step":
             return adam, milestones(r.lr, (0.5, 0.75), r.steps)
         if r.lr_rule == "cosine":

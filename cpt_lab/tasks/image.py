@@ -19,6 +19,7 @@ from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
 from cpt_lab.data.loading import load_once, reader_count
 from cpt_lab.experiments.image import ImageRecipe
+from cpt_lab.experiments.schema import CYCLIC_RULES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import (
     LearningRate,
@@ -26,6 +27,7 @@ from cpt_lab.tasks.base import (
     accuracy_and_loss,
     constant,
     cosine,
+    cyclic,
     make_optimizer,
     milestones,
 )
@@ -126,6 +128,9 @@ class ImageTask:
         sgd = make_optimizer(
             torch.optim.SGD, model.parameters(), r, momentum=r.momentum
         )
+        if r.lr_rule in CYCLIC_RULES:
+            rising = r.lr_rule == "cyclic_rising"
+            return sgd, cyclic(r.lr, r.n_cycles, r.steps, rising)
         if r.lr_rule == "constant":
             return sgd, constant(r.lr)
         if r.lr_rule == "cosine":

@@ -12,12 +12,14 @@ from cpt_core.models.lstm_lm import LanguageModel, State
 from cpt_lab.data.loading import load_once, to_device
 from cpt_lab.data.text import batchify, evaluation_columns, load_text, random_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
+from cpt_lab.experiments.schema import CYCLIC_RULES
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import (
     LearningRate,
     Metrics,
     constant,
     cosine,
+    cyclic,
     make_optimizer,
     milestones,
     plateau,
@@ -136,6 +138,9 @@ class LanguageModelTask:
         r = self.recipe
         trained = (p for p in model.parameters() if p.requires_grad)
         sgd = make_optimizer(torch.optim.SGD, trained, r)
+        if r.lr_rule in CYCLIC_RULES:
+            rising = r.lr_rule == "cyclic_rising"
+            return sgd, cyclic(r.lr, r.n_cycles, r.steps, rising)
         if r.lr_rule == "constant":
             return sgd, constant(r.lr)
         if r.lr_rule == "step":
