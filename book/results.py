@@ -32,7 +32,7 @@ from cpt_lab.analysis.report import differences
 from cpt_lab.analysis.run_table import committed, load
 from cpt_lab.analysis.statistics import ALPHA
 from cpt_lab.experiments.grids import find_grids, grid_specs, studies
-from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 from cpt_lab.studies import prices, tuned
 from cpt_lab.studies.h1_to_h4.outcome import decay_runs
@@ -364,7 +364,7 @@ def _levels_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
     questions: dict[tuple[str, str, int], dict[str, None]] = {}
     for part in tasks:
         question = part.grid.split("/")[0].upper()
-        if question not in ("H7", "H10"):  # their own pages have them
+        if question not in ("H7", "H10", "H11", "H12"):  # their own pages have them
             questions.setdefault((part.task, part.level, part.seeds), {})[question] = (
                 None
             )
@@ -378,7 +378,11 @@ def _tasks_by_grid(runs: pd.DataFrame) -> Iterable[TaskOfGrid]:
         if "-rates/" in grid:
             continue
         by_recipe: dict[tuple[str, str, str], list[RunSpec]] = {}
-        for spec in grid_specs(grid):
+        try:
+            specs_of_grid = grid_specs(grid)
+        except NotMeasuredError:  # the rates of its arms are not chosen yet
+            continue
+        for spec in specs_of_grid:
             r = spec.recipe
             by_recipe.setdefault((r.dataset, r.model, r.ladder), []).append(spec)
         for (dataset, model, ladder), specs in by_recipe.items():

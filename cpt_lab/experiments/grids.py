@@ -200,6 +200,8 @@ STUDIES = (
     "h6",
     "h7",
     "h10",
+    "h11",
+    "h12",
 )  # folders of ``cpt_lab.studies``, opened by name: nothing imports them
 
 

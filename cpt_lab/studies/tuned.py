@@ -7,7 +7,8 @@ arms at these settings.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,8 @@ from cpt_lab.studies.case import NUM_OUTPUTS, Case
 from cpt_lab.sweeps.stores import load_rows
 
 RATE_FACTORS = (0.5, 1.0, 2.0)  # multiples of the recipe's learning rate
+EXTENSION = 2**0.5  # ratio of the rates that extend a grid beyond an end
+MAX_RATES = 14  # of an arm; at the last one its grid ends, wherever the best is
 # bits of evaluation -> precision of a metric in rows
 EVALUATION_SUFFIXES = {
     "8 bits": "q_max",
@@ -38,6 +41,9 @@ class TunedStudy:
     arms: Callable[[Case], Mapping[str, tuple[Schedule, int | None]]]
     tuning_seeds: Sequence[int]  # seeds that choose the settings; no test uses them
     first_seed: int  # first seed of the test
+    rate_factors: Sequence[float] = RATE_FACTORS
+    # whether a grid goes on by ``EXTENSION`` while the best rate of its arm is the smallest or the largest
+    extends_rates: bool = False
 
     @property
     def file(self) -> str:
@@ -51,8 +57,13 @@ class TunedStudy:
     def rates(
         self, case: str = "digits", seeds: Sequence[int] | None = None
     ) -> list[RunSpec]:
-        """Return the runs that choose every arm's learning rate and evaluation bits."""
-        rates_by_arm = dict.fromkeys(self.arms(self.case(case)), RATE_FACTORS)
+        """Return the runs that choose every arm's learning rate and evaluation bits.
+
+        With ``extends_rates`` they depend on the stored rows: they are complete when all of them are stored.
+        """
+        rates_by_arm = {
+            arm: sorted(tuning.factors) for arm, tuning in _tune(self, case).items()
+        }
         seeds = self.tuning_seeds if seeds is None else seeds
         return self._specs(case, rates_by_arm, seeds)
 
@@ -77,16 +88,9 @@ class TunedStudy:
     ) -> list[RunSpec]:
         task = self.case(case)
         specs = []
-        for arm, (schedule, q_grad) in self.arms(task).items():
+        for arm, setting in self.arms(task).items():
             for rate in rates_by_arm[arm]:
-                recipe = replace(task.recipe, lr=rate * task.recipe.lr)
-                name = f"{arm} at {rate:g}"
-                for seed in seeds:
-                    specs.append(
-                        RunSpec(
-                            recipe, schedule, task.q_max, q_grad, seed, name, "demo"
-                        )
-                    )
+                specs += _specs_at(task, arm, setting, rate, seeds)
         return specs
 
     def grids(self) -> dict[str, tuple[Callable[..., list[RunSpec]], str]]:
@@ -102,6 +106,23 @@ class TunedStudy:
         return grids
 
 
+def _specs_at(
+    task: Case,
+    arm: str,
+    setting: tuple[Schedule, int | None],
+    rate: float,
+    seeds: Sequence[int],
+) -> list[RunSpec]:
+    """Return the runs of one arm, given as (schedule, gradient bits), at a multiple of the recipe's learning rate."""
+    schedule, q_grad = setting
+    recipe = replace(task.recipe, lr=rate * task.recipe.lr)
+    name = f"{arm} at {rate:g}"
+    return [
+        RunSpec(recipe, schedule, task.q_max, q_grad, seed, name, "demo")
+        for seed in seeds
+    ]
+
+
 def settings(study: TunedStudy, case: str) -> dict[str, tuple[float, str]]:
     """Return the best (rate, key of ``EVALUATION_SUFFIXES``) of every arm on held-out data, by the mean over seeds."""
     return {
@@ -111,22 +132,23 @@ def settings(study: TunedStudy, case: str) -> dict[str, tuple[float, str]]:
 
 
 def rates_at_ends(study: TunedStudy) -> pd.DataFrame:
-    """Return how many arms of every task chose the smallest or the largest of ``RATE_FACTORS`` on held-out data.
+    """Return how many arms of every task chose the smallest or the largest of their rates on held-out data.
 
-    Such a choice shows that a rate is better than two others, not that it is tuned: one outside may be better still.
+    Such a choice shows that a rate is better than the others, not that it is tuned: one outside may be better still.
 
     Returns:
         Columns: task, arms, smallest rate, largest rate (numbers of arms).
     """
     lines = []
     for name, case in study.cases.items():
-        rates = [rate for rate, _ in settings(study, name).values()]
+        factors = {arm: tuning.factors for arm, tuning in _tune(study, name).items()}
+        chosen = {arm: rate for arm, (rate, _) in settings(study, name).items()}
         lines.append(
             (
                 case.title or name,
-                len(rates),
-                rates.count(min(RATE_FACTORS)),
-                rates.count(max(RATE_FACTORS)),
+                len(chosen),
+                sum(rate == min(factors[arm]) for arm, rate in chosen.items()),
+                sum(rate == max(factors[arm]) for arm, rate in chosen.items()),
             )
         )
     return pd.DataFrame(
@@ -134,31 +156,81 @@ def rates_at_ends(study: TunedStudy) -> pd.DataFrame:
     )
 
 
-@cache
 def held_out(study: TunedStudy, case: str) -> dict[str, dict[tuple[float, str], float]]:
     """Return the mean quality of every arm on held-out data, by (rate, key of ``EVALUATION_SUFFIXES``).
 
     The quality is minus the loss on text, the accuracy elsewhere; a run that diverged counts as chance.
     """
-    specs, path = study.rates(case), results_dir() / study.file
-    rows = {row["key"]: row for row in load_rows(path)}
-    num_missing = sum(spec.key not in rows for spec in specs)
-    if num_missing:
-        raise NotMeasuredError(
-            f"{path} lacks {num_missing} of the {len(specs)} runs that choose the learning rates of {case!r}; "
-            f"run them: python -m cpt_lab run {study.name}-rates/{case}"
+    tuning = _tune(study, case)
+    if num_missing := sum(arm.num_missing for arm in tuning.values()):
+        num_runs = len(study.tuning_seeds) * sum(
+            len(arm.factors) for arm in tuning.values()
         )
+        raise NotMeasuredError(
+            f"{results_dir() / study.file} lacks {num_missing} of the {num_runs} runs that choose the learning rates "
+            f"of {case!r}; run them: python -m cpt_lab run {study.name}-rates/{case.partition('/')[0]}"
+        )
+    return {arm: dict(tuned.qualities) for arm, tuned in tuning.items()}
+
+
+class _Tuning(NamedTuple):
+    """Learning rates of an arm.
+
+    Attributes:
+        factors: multiples of the recipe's rate, in the order in which they were added.
+        qualities: mean quality on held-out data by (factor, key of ``EVALUATION_SUFFIXES``) of the stored ones.
+        num_missing: number of runs that are not stored.
+    """
+
+    factors: tuple[float, ...]
+    qualities: Mapping[tuple[float, str], float]
+    num_missing: int
+
+
+def _tune(study: TunedStudy, case: str) -> dict[str, _Tuning]:
+    """Return the learning rates of every arm, extended as the stored rows ask for."""
+    path = results_dir() / study.file
+    if not path.exists():
+        return _tune_from(study, case, path, None)
+    status = path.stat()
+    return _tune_from(study, case, path, (status.st_mtime_ns, status.st_size))
+
+
+@cache
+def _tune_from(
+    study: TunedStudy, case: str, path: Path, version: tuple[int, int] | None
+) -> dict[str, _Tuning]:
+    """Return the learning rates of every arm by the rows of a file; ``version`` changes with the file."""
+    rows = {row["key"]: row for row in load_rows(path)} if version else {}
     task = study.case(case)
-    num_seeds = len(study.tuning_seeds)
-    means: dict[str, dict[tuple[float, str], float]] = {}
-    for i in range(0, len(specs), num_seeds):
-        arm, _, rate = specs[i].arm.rpartition(" at ")
-        seed_rows = [rows[spec.key] for spec in specs[i : i + num_seeds]]
-        for name, precision in EVALUATION_SUFFIXES.items():
-            qualities = [_held_out_quality(row, task, precision) for row in seed_rows]
-            by_setting = means.setdefault(arm, {})
-            by_setting[float(rate), name] = float(np.mean(qualities))
-    return means
+
+    def tune(arm: str, setting: tuple[Schedule, int | None]) -> _Tuning:
+        factors: list[float] = []
+        qualities: dict[tuple[float, str], float] = {}
+        new_factors, num_missing = list(study.rate_factors), 0
+        while new_factors:
+            factors += new_factors
+            for factor in new_factors:
+                specs = _specs_at(task, arm, setting, factor, study.tuning_seeds)
+                stored = [rows[spec.key] for spec in specs if spec.key in rows]
+                num_missing += len(specs) - len(stored)
+                if len(stored) == len(specs):
+                    for name, precision in EVALUATION_SUFFIXES.items():
+                        values = [
+                            _held_out_quality(row, task, precision) for row in stored
+                        ]
+                        qualities[factor, name] = float(np.mean(values))
+
+            new_factors = []
+            if study.extends_rates and not num_missing and len(factors) < MAX_RATES:
+                best, _ = max(qualities, key=qualities.__getitem__)
+                if best == max(factors):
+                    new_factors = [best * EXTENSION]
+                elif best == min(factors):
+                    new_factors = [best / EXTENSION]
+        return _Tuning(tuple(factors), qualities, num_missing)
+
+    return {arm: tune(arm, setting) for arm, setting in study.arms(task).items()}
 
 
 def _held_out_quality(row: Mapping[str, Any], task: Case, precision: str) -> float:

@@ -49,6 +49,7 @@ class Task:
     """A complete task of a study, from the rows of ``study.runs(case)``, in that order.
 
     Attributes:
+        case: key in the cases of the study.
         name: printed name.
         margin: smallest gain that counts.
         settings: arm -> (learning rate, bits of evaluation), as chosen on held-out data.
@@ -63,6 +64,7 @@ class Task:
         task = study.case(case)
         specs = study.runs(case)
         runs = run_frame(specs, rows, NUM_OUTPUTS[task.dataset])
+        self.case = case
         self.name = task.title or case
         self.margin = task.margin
         self.settings = settings(study, case)

@@ -8,6 +8,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -18,9 +19,9 @@ from cpt_core.schedules import cost
 from cpt_core.validation import check_choice, suggest_names
 from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.progress import progress_bar
-from cpt_lab.experiments.grids import Selection, find_grids
+from cpt_lab.experiments.grids import Grid, Selection, find_grids
 from cpt_lab.experiments.schema import SCALES
-from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.step_timing import Calibration, cached_timing, measure
@@ -52,7 +53,7 @@ def plan(
         the missing runs, one after the other on one CPU core or GPU; disk in MB for the missing runs and the two
         checkpoints of one; age of the measurement in days; note. Hours come from stored rows of this device where
         there are any, else from the measured steps, which leave evaluation and reading images out. What was neither
-        stored nor measured is NaN.
+        stored nor measured is NaN. Grids whose runs depend on rows that are not stored have a note that says so.
 
     Raises:
         ValueError: for an unknown name, a scale that none of the grids has, and what a grid does not take.
@@ -67,8 +68,15 @@ def plan(
         raise ValueError(
             f"no grid{of_name} has scale {scale!r}; {suggest_names(scale, scales)}"
         )
+    waiting: dict[str, str] = {}
+    try:
+        selected = selection.specs(grid_by_name, scale)
+    except NotMeasuredError:
+        waiting = _waiting_grids(grid_by_name)
+        known = {key: grid for key, grid in grid_by_name.items() if key not in waiting}
+        selected = selection.specs(known, scale)
+
     lines, keys = [], set()
-    selected = selection.specs(grid_by_name, scale)
     bar = progress_bar(
         "measuring", selected.items(), progress=None if measured else False, leave=False
     )
@@ -105,6 +113,18 @@ def plan(
         except RuntimeError as error:
             line["note"] = str(error)
         lines.append(line)
+    for key, reason in waiting.items():
+        grid = grid_by_name[key]
+        lines.append(
+            {
+                "grid": key,
+                "artefact": grid.artefact,
+                "scale": grid.scales[0],
+                "note": reason,
+            }
+        )
+    order = list(grid_by_name)
+    lines.sort(key=lambda line: order.index(str(line["grid"])))
     columns = "grid artefact scale runs done failed missing bitops hours disk age note".split()
     frame = pd.DataFrame(lines, columns=columns)
     types = (
@@ -115,6 +135,17 @@ def plan(
     frame = frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
     frame.attrs["shared"] = int(frame.runs.sum()) - len(keys)
     return frame
+
+
+def _waiting_grids(grids: Mapping[str, Grid]) -> dict[str, str]:
+    """Return why the runs of grids are not known yet, by name; grids whose runs are known are left out."""
+    waiting = {}
+    for key, grid in grids.items():
+        try:
+            grid.make(grid.scales[0])
+        except NotMeasuredError as error:
+            waiting[key] = str(error)
+    return waiting
 
 
 def _price(
@@ -198,9 +229,9 @@ def text(frame: pd.DataFrame) -> str:
         "disk": "{:,.0f} MB".format,
     }
     lines = [
-        frame.drop(columns="age").to_string(
-            index=False, na_rep="", formatters=formatters
-        ),
+        frame.drop(columns="age")
+        .to_string(index=False, na_rep="", formatters=formatters)
+        .replace("<NA>", "    "),  # pandas has no other way for missing integers
         "",
         f"grids: {len(frame)}; {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
         f"{frame.missing.sum():,} missing",

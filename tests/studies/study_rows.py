@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from cpt_lab.analysis.rendering import terminal
 from cpt_lab.analysis.run_table import table
 from tests.helpers import row_of
 
@@ -88,3 +89,20 @@ def answers_text(answers):
         lines += [f"    {effect}" for effect in a.secondary]
         lines += [f"  at {rule}: {outcome}" for rule, outcome in a.by_rule]
     return "".join(f"{line}\n" for line in lines)
+
+
+def titled(texts):
+    return "".join(f"=== {title}\n{text}\n" for title, text in texts.items())
+
+
+def sections_text(sections):
+    """Return titles, notes and tables of sections, with the texts of their figures."""
+    parts = []
+    for section in sections:
+        parts += [f"--- {section.title}", *section.notes]
+        if section.figure:
+            parts.append(f"figure: {section.figure.get_suptitle()}")
+            parts += [t.get_text() for ax in section.figure.axes for t in ax.texts]
+        if section.table is not None:
+            parts.append(terminal(section.table))
+    return "\n".join(parts) + "\n"

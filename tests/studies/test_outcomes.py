@@ -27,26 +27,16 @@ from cpt_lab.studies.h7.arms import STUDY as H7
 from cpt_lab.studies.h10 import outcome as h10
 from cpt_lab.studies.h10.arms import LATE
 from cpt_lab.studies.h10.arms import STUDY as H10
-from tests.studies.study_rows import answers_text, noise_of, runs_of, runs_with
+from tests.studies.study_rows import (
+    answers_text,
+    noise_of,
+    runs_of,
+    runs_with,
+    sections_text,
+    titled,
+)
 
 pytestmark = pytest.mark.slow
-
-
-def titled(texts):
-    return "".join(f"=== {title}\n{text}\n" for title, text in texts.items())
-
-
-def sections_text(sections):
-    """Return titles, notes and tables of sections, with the texts of their figures."""
-    parts = []
-    for section in sections:
-        parts += [f"--- {section.title}", *section.notes]
-        if section.figure:
-            parts.append(f"figure: {section.figure.get_suptitle()}")
-            parts += [t.get_text() for ax in section.figure.axes for t in ax.texts]
-        if section.table is not None:
-            parts.append(terminal(section.table))
-    return "\n".join(parts) + "\n"
 
 
 # --- H1 to H4 -------------------------------------------------------------------------------------
@@ -478,7 +468,6 @@ def test_h7_settings_are_best_in_validation(h7_base, tmp_path):
         assert {s.recipe.lr for s in H7.runs(case)} == {rate * c.recipe.lr}
     _, *others = h7_base[0].read_text().splitlines(keepends=True)
     (tmp_path / H7.file).write_text("".join(others))  # one of the first task is lost
-    tuned.held_out.cache_clear()
     message = r"lacks 1 of the 90 runs .* run h7-rates/characters"
     refused(message, H7.runs, "characters", error=NotMeasuredError)
     assert len(H7.runs("digits")) == 10 * 6

@@ -14,8 +14,9 @@ from scipy.stats import rankdata
 from bench import sensitivities
 from cpt_core.schedules import cost
 from cpt_lab.analysis import preregistered
-from cpt_lab.analysis.run_table import load, table
+from cpt_lab.analysis.run_table import committed, load, table
 from cpt_lab.experiments import grids
+from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.paths import ROOT, results_dir
 from cpt_lab.studies import prices
 from cpt_lab.studies.h1_to_h4 import arms as h1_arms
@@ -23,6 +24,7 @@ from cpt_lab.studies.h5 import arms as h5_arms
 from cpt_lab.studies.h5.arms import CASES, allocated, stored_sensitivity
 from cpt_lab.studies.h7.arms import STUDY as H7
 from cpt_lab.studies.h10.arms import STUDY as H10
+from cpt_lab.studies.h11.arms import STUDY as H11
 from tests.studies.test_outcomes import sensitivity
 
 DOCUMENT = (ROOT / "docs/preregistration.md").read_text("utf-8")
@@ -40,6 +42,30 @@ def test_study_folders_have_known_grids():
     }
 
 
+# studies whose runs are not complete
+RUNNING = {"h11", "h12"}
+
+
+def is_stored(name):
+    return (results_dir() / f"{name.replace('-', '_')}.jsonl").exists()
+
+
+def known_specs(name):
+    """Return the runs of a grid; None if they depend on rows of a running study that are not stored."""
+    try:
+        return grids.grid_specs(name)
+    except NotMeasuredError:
+        assert name.split("/")[0] in RUNNING
+        return None
+
+
+def test_running_studies_are_not_answered():
+    """Take a study from ``RUNNING`` when its last row is stored."""
+    for answer in preregistered.all_answers(committed()):
+        is_running = answer.question.lower()[:3] in RUNNING
+        assert answer.outcome.startswith("open: ") == is_running, answer.question
+
+
 @cache
 def stored(name):
     return load(results_dir() / f"{name.replace('-', '_')}.jsonl", every_rate=True)
@@ -52,13 +78,17 @@ def stored(name):
 def test_study_runs_equal_stored_runs(study):
     """Compare key by key: schedules, recipes and seeds as preregistered."""
     asked = {
-        name: grids.grid_specs(name)
+        name: specs
         for name in grids.QUESTIONS
-        if name.split("/")[0] == study
+        if name.split("/")[0] == study and (specs := known_specs(name)) is not None
     }
-    assert sorted(s.key for specs in asked.values() for s in specs) == sorted(
-        stored(study)["key"]
-    )
+    keys = {s.key for specs in asked.values() for s in specs}
+    stored_keys = list(stored(study)["key"]) if is_stored(study) else []
+    assert len(stored_keys) == len(set(stored_keys))
+    if study.partition("-")[0] in RUNNING:
+        assert set(stored_keys) <= keys
+    else:
+        assert set(stored_keys) == keys
     for name, specs in asked.items():
         assert grids.find_grids(study)[name].artefact == study
         if name in ASKED and "-rates/" not in name:
@@ -86,16 +116,21 @@ def started(store):
 
 
 @pytest.mark.parametrize(
-    "store", ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h7_rates", "h10", "h10_rates"]
+    "store",
+    [
+        name.replace("-", "_")
+        for name in dict.fromkeys(name.split("/")[0] for name in ASKED)
+        if is_stored(name)
+    ],
 )
 def test_study_preregistration_is_older_than_its_rows(store):
     """Require the document before its rows, and chosen learning rates before the test runs."""
     begun = started(store)
-    if store in (H7.name, H10.name):
-        of = [stored(name)["dataset"] for name in (store, f"{store}_rates")]
-        assert (
-            begun.groupby(of[0]).min() > started(f"{store}_rates").groupby(of[1]).max()
-        ).all()
+    if store in (H7.name, H10.name, H11.name):
+        chosen = f"{store}_rates"
+        first = begun.groupby(stored(store)["dataset"]).min()
+        last = started(chosen).groupby(stored(chosen)["dataset"]).max()
+        assert (first > last[first.index]).all()
     git = ["git", "-C", str(ROOT)]
     shallow = subprocess.run(
         [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True
@@ -117,9 +152,9 @@ def test_study_preregistration_is_older_than_its_rows(store):
 @pytest.mark.slow
 def test_study_answers_are_inconclusive_without_runs():
     found = preregistered.all_answers(table([]))
-    assert [
-        a.question for a in found
-    ] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c".split()
+    assert [a.question for a in found] == (
+        "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c H11a H11b H12a H12b"
+    ).split()
     assert all(a.outcome.startswith("open: ") and not a.primary for a in found)
     assert {a.outcome for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
     for study in grids.studies("outcome"):
