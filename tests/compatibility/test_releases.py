@@ -238,16 +238,3 @@ def test_numerics_of_identifies_release_rows(name):
         assert numerics_of(row) == (1 if name == "0.1.0" else 2)
         row["provenance"]["versions"].pop("cpt-core")
         assert numerics_of(row) == (None if name == "0.1.0" else 2)
-
-
-@pytest.mark.slow
-def test_release_recorder_reproduces_newest_corpus(tmp_path, monkeypatch):
-    """Record the current tree and get the contents of the newest folder."""
-    monkeypatch.setattr(release_corpus, "CORPUS", tmp_path)
-    folder = release_corpus.record("0.3.0", "today", release_corpus.ROOT)
-    names = {path.name for path in (CORPUS / "0.3.0").iterdir()}
-    assert {path.name for path in folder.iterdir()} == names
-    stored, fresh = (
-        load_rows(place / "rows.jsonl") for place in (CORPUS / "0.3.0", folder)
-    )
-    assert [word_of(*pair) for pair in zip(stored, fresh, strict=True)] == [EQUAL] * 3
