@@ -5,21 +5,17 @@ import re
 import subprocess
 from functools import cache
 
-import numpy as np
 import pandas as pd
 import pytest
 from helpers import refused
-from scipy.stats import rankdata
 
 from bench import sensitivities
-from cpt_core.schedules import cost
 from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.run_table import committed, load, table
 from cpt_lab.experiments import grids
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.paths import ROOT, results_dir
 from cpt_lab.studies import prices
-from cpt_lab.studies.h1_to_h4 import arms as h1_arms
 from cpt_lab.studies.h5 import arms as h5_arms
 from cpt_lab.studies.h5.arms import CASES, allocated, stored_sensitivity
 from cpt_lab.studies.h7.arms import STUDY as H7
@@ -98,18 +94,6 @@ def test_study_runs_equal_stored_runs(study):
             assert ["".join(count) for count in told] == [str(len(specs))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("study", [H7, H10], ids=lambda study: study.name)
-def test_study_rates_are_chosen_on_separate_runs(study):
-    assert (
-        f"{len(stored(f'{study.name}-rates'))} runs that choose learning rates"
-        in DOCUMENT
-    )
-    assert not set(stored(study.name)["seed"]) & set(
-        stored(f"{study.name}-rates")["seed"]
-    )
-
-
 def started(store):
     """Return the start times of the runs of a committed store."""
     return pd.to_datetime(stored(store)["started"], utc=True, format="ISO8601")
@@ -162,40 +146,6 @@ def test_study_answers_are_inconclusive_without_runs():
 
 
 # --- arms ------------------------------------------------------------------------------------------
-
-
-def test_grids_list_questions_after_paper_grids():
-    assert list(grids.find_grids()) == [*grids.GRIDS, *grids.QUESTIONS]
-    assert set(grids.find_grids("h4")) == {"h4/gradients", "h4/aggregation"}
-    assert {s.seed for s in grids.grid_specs("h1/characters", seeds=[3])} == {3}
-    with pytest.raises(
-        ValueError, match=r"no grid 'h9'; the nearest of \d+ are h7, h6, h5"
-    ):
-        grids.find_grids("h9")
-
-
-def test_h1_twelve_schedules_have_equal_cost():
-    """Use twelve schedules of equal cost with uncorrelated noise, low-bit share and date."""
-    schedules = h1_arms.equal_cost_schedules()
-    assert len(schedules) == 12
-    bits = np.array([s.bits() for s in schedules])
-    assert bits.shape == (12, 160)
-    assert {int(cost.step_cost(b, 8).sum()) for b in bits} == {round(0.55 * 192 * 160)}
-    assert (bits[:, -16:] == 8).all()
-    for half in (bits[:, :80], bits[:, 80:]):
-        assert (np.diff(half) >= 0).all()
-        assert (half[:, -8:] == 8).all()
-    noise = np.array([s.noise_exposure() for s in schedules])
-    assert (np.diff(noise) > 0).all()
-    assert noise[-1] / noise[0] > 3.4
-    share = (bits == 2).mean(1)
-    date = np.array([h1_arms.mean_noise_time(s) for s in schedules])
-    assert share.min() > 0
-    assert share.max() / share.min() > 10
-    assert np.ptp(date) > 0.3
-    x = np.array([np.log(noise), share, date])
-    for correlations in (np.corrcoef(x), np.corrcoef(rankdata(x, axis=1))):
-        assert np.abs(correlations[~np.eye(3, dtype=bool)]).max() < 0.2
 
 
 def test_h5_sensitivities_command_stores_input_of_schedules(tmp_path, monkeypatch):
@@ -267,20 +217,3 @@ def test_prices_of_switches_equal_hand_computation(case):
             list(by_hand(ARMS[arm])), abs=1e-3
         ), arm
     assert {"4/6", "forward late", "8/8"} <= set(found.index)
-
-
-def test_prices_disagree_on_cheaper_arm():
-    """Price static 4/6 above the late forward switch by two models, at equal cost by a * b."""
-    found = prices.prices(H10, "digits").set_index("arm")
-    late, static = found.loc["forward late"], found.loc["4/6"]
-    assert late[prices.BITOPS] == pytest.approx(static[prices.BITOPS])
-    assert static[prices.WIDER_OPERAND] > late[prices.WIDER_OPERAND] + 0.05
-    assert static[prices.TENSOR_CORES] > late[prices.TENSOR_CORES] + 0.2
-
-
-def test_price_table_selects_arms():
-    table = prices.price_table(H7, "digits", ["3/8", "4/5"])
-    assert table["arm"].tolist() == ["3/8", "4/5"]
-    assert table[prices.BITOPS].tolist() == ["0.297", "0.292"]
-    assert table[prices.WIDER_OPERAND].tolist() == ["0.714", "0.344"]
-    assert table[prices.TENSOR_CORES].tolist() == ["0.833", "0.833"]
