@@ -15,8 +15,6 @@ from PIL import Image
 
 from book.notebooks import clean
 from cpt_extras.figures import describe_data
-from cpt_lab.analysis import quality_cost
-from cpt_lab.analysis.run_table import committed
 from cpt_lab.analysis.style import name_points, subplots
 from cpt_lab.paths import notebooks_dir
 from cpt_lessons.export import glossary_page, notebook_page
@@ -73,15 +71,6 @@ def page_of(*cells, **metadata):
     return notebook_page(new_notebook(cells=list(cells), metadata=metadata))
 
 
-def test_exported_notebook_hides_installation_cell():
-    page = page_of(
-        new_code_cell("install()", metadata={"tags": ["remove-cell"]}),
-        new_code_cell("show()"),
-    )
-    assert ">install<" not in page
-    assert ">show<" in page
-
-
 def test_exported_formula_keeps_its_parts():
     text = r"With $q_{\min} < \frac{1}{2}$, `$HOME` and 5 \$." "\n\n$$x^2$$"
     page = page_of(new_markdown_cell(text))
@@ -107,11 +96,6 @@ def test_exported_pages_exclude_widgets_and_progress_bars():
     assert len(book.cells[0].outputs) == 2  # the page is a copy
     assert [o.output_type for o in clean(book).cells[0].outputs] == ["stream"]
     assert "widgets" not in book.metadata
-
-
-def test_exported_page_note_is_escaped():
-    page = notebook_page(new_notebook(), "x", "ValueError: <b> is wrong")
-    assert "ValueError: &lt;b&gt; is wrong" in page
 
 
 def test_glossary_page_has_linked_anchors():
@@ -180,20 +164,6 @@ def line_data(*given):
     with subplots() as (figure, ((ax,),)):
         ax.plot(*given)
     return describe_data(figure)
-
-
-@pytest.mark.slow
-def test_figure_data_follows_changed_row_value():
-    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    runs = runs[runs.arm.isin(["CR", "static 3", "static 8"])]
-    changed = runs.copy()
-    changed.loc[runs.index[len(runs) // 2], "accuracy"] += 0.002
-    shuffled = runs.sample(frac=1, random_state=0)
-    data, same, other = (
-        describe_data(quality_cost.figure_3(rows)) for rows in (runs, shuffled, changed)
-    )
-    assert same == data
-    assert other != data
 
 
 def test_figure_data_follows_swapped_values():

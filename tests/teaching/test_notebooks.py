@@ -270,24 +270,6 @@ def test_execute_runs_notebook_in_kernel(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_execute_retries_dead_kernel(place, tmp_path):
-    tries = tmp_path / "tries"
-    die_once = f"""
-import os, pathlib
-with pathlib.Path({str(tries)!r}).open('a') as file:
-    file.write('x')
-if pathlib.Path({str(tries)!r}).read_text() == 'x':
-    os.kill(os.getpid(), 9)
-"""
-    path, position = place("10_a.ipynb", die_once), Place("10_a")
-    jupyter_kernel.execute(path, None, {"scale": "demo"}, position)
-    assert tries.read_text() == "xx"
-    (message,) = position.messages
-    assert message.startswith("DeadKernelError")
-    assert message.endswith("(cell 3); it is tried once more")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "failures", "error"),
     [
@@ -411,21 +393,6 @@ def test_progress_time_left_follows_measured_pace(monkeypatch):
     clock += 500.0
     assert progress.seconds_left() is None  # nobody knows
     assert Progress([Place("03_c")], {}, 2, is_shown=False).seconds_left() is None
-
-
-def test_place_names_notebook_and_activity():
-    place = Place("03_image_classification")
-    assert str(place) == "03 image classification: starting"
-    place.enter(7, 23)
-    assert str(place) == "03 image classification: cell 7 of 23"
-    place.show("a", "runs:\u2007 14%")
-    place.show("b", 12.0)
-    place.show("c", "12/85 [00:34&lt;01:00, 2 running, 0 failed]")
-    assert str(place) == "03 image classification: training, 12 of 85 runs done"
-    place.enter(8, 23)
-    place.show("d", "steps:")
-    place.show("e", " 3/9")
-    assert str(place) == "03 image classification: steps: 3/9"
 
 
 # --- copies, hand-outs and the first cell -----------------------------------------------------------------------------

@@ -119,12 +119,6 @@ def test_figure_runs(figure, golden):
     golden(f"paper_runs/{figure.__name__}.txt", "\n".join(blocks))
 
 
-def test_figure_5_and_6_share_static_runs():
-    P = parameters_of(figure_6, **BOTH_AGGREGATIONS)
-    keys_of_figure_6 = {s.key for s in figure_6(P)}
-    assert {s.key for s in figure_5(P)} < keys_of_figure_6
-
-
 def test_figure_7_needs_separate_learning_rates():
     P = parameters_of(figure_7, pairs="templates", learning_rate=0.1)
     message = "learning_rate: expected None for a text and sentence pairs together"

@@ -14,7 +14,6 @@ from nbformat.v4 import new_code_cell, new_notebook
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps import stores, sweep
 from cpt_lab.training.device import DeviceNotFoundError
-from cpt_lessons.notebooks import parameters_of
 from cpt_lessons.parameters import check_parameters, check_values
 
 
@@ -135,8 +134,8 @@ def test_parameters_run_reports_failures_in_one_line(monkeypatch):
             {"static_bits": [], "seeds": None, "q_min": None},
         ),
         (
-            {"static_bits": (4, 8), "learning_rate": 1},
-            {"static_bits": [4, 8], "learning_rate": 1},
+            {"static_bits": (4, 8), "schedules": "['CR', \"RR\"]", "learning_rate": 1},
+            {"static_bits": [4, 8], "schedules": ["CR", "RR"], "learning_rate": 1},
         ),
         (
             {"q_max": 6, "q_min": 3, "n_cycles": 2, "total_steps": 60},
@@ -201,15 +200,6 @@ def typed_notebook(tmp_path):
     path = tmp_path / "typed.ipynb"
     nbformat.write(new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
     return path
-
-
-def test_parameters_of_reads_typed_parameters(typed_notebook):
-    assert parameters_of(typed_notebook) == {
-        "q_max": [8],
-        "seeds": None,
-        "learning_rate": None,
-        "device": "auto",
-    }
 
 
 def test_papermill_lists_types_defaults_and_comments(typed_notebook):

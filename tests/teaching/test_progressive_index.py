@@ -22,18 +22,6 @@ def test_index_shows_committed_figures_before_runs():
         assert section.notes[0].startswith("Committed rows: no run of this section")
 
 
-def test_index_without_notebooks_has_no_sections():
-    assert list(report._paper_sections(table([]), [], has_claims=False)) == []
-
-
-def test_reproduce_starts_with_sections_of_paper():
-    jobs = [NotebookRun(path, {}, {}, Path()) for path in notebooks.notebooks()]
-    jobs.sort(key=notebooks._start_order)
-    numbers = [job.notebook.name[:2] for job in jobs]
-    assert numbers[:6] == ["01", "03", "05", "07", "04", "06"]
-    assert numbers[6:] == sorted(numbers[6:])
-
-
 def test_reproduce_updates_index_after_sections(monkeypatch):
     names = ["01_schedules", "08_choosing", "04_detection"]
     jobs = [NotebookRun(Path(f"{name}.ipynb"), {}, {}, Path()) for name in names]

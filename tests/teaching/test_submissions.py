@@ -227,11 +227,3 @@ def test_collect_names_bad_notebooks_and_keeps_rest(handed_in, tmp_path, command
     ]
     table = pd.read_csv(tmp_path / "table.csv", index_col="student", dtype=str)
     assert table.loc[["'=cmd|calc", "anna"], "1.1"].tolist() == ["correct", "correct"]
-
-
-def test_collect_of_only_bad_notebooks_fails(tmp_path, command):
-    (tmp_path / "bo.ipynb").write_text("{")
-    status, _, err = command("collect", tmp_path)
-    assert status == 2
-    assert "bo.ipynb cannot be read: Expecting property name" in err
-    assert "no notebook below" in err.splitlines()[-1]
