@@ -3,22 +3,13 @@
 import json
 
 from book import parameters
-from cpt_lessons.notebooks import notebooks, parameters_of
+from cpt_lessons.notebooks import notebooks
 
 
 def test_parameters_page_is_up_to_date():
     assert parameters.PAGE.read_text() == parameters.page(notebooks()), (
         "run: python -m book.parameters"
     )
-
-
-def test_parameters_page_has_parameters_of_every_notebook():
-    page = parameters.PAGE.read_text()
-    for path in notebooks():
-        assert f"(../notebooks/{path.name})" in page or not parameters_of(path)
-        part = page.partition(f"(../notebooks/{path.name})")[2].partition("\n## ")[0]
-        for name in parameters_of(path).keys() - {"scale"}:
-            assert f"\n| `{name}` | " in part
 
 
 def test_declared_reads_types_defaults_and_comments():
