@@ -22,7 +22,6 @@ from cpt_lab.experiments.registry import recipe
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 from cpt_lab.sweeps import forecast, stores, sweep
 from cpt_lab.sweeps.step_timing import Calibration
-from cpt_lessons.parameters import parse
 
 TRANSCRIPTS = Path(__file__).parent / "golden" / "commands"
 DIGITS = results_dir() / "image_digits.jsonl"
@@ -120,15 +119,6 @@ def test_command_names_extra_of_missing_import(command, monkeypatch):
     message = f"error: pandas cannot be imported; {install_hint('lab')}"
     status, _, error = command("plan")
     assert (status, error.splitlines()[-1]) == (2, message)
-
-
-def test_help_lists_every_command(command):
-    _, out, _ = command("--help")
-    listed = set(re.findall(r"^\W*([a-z][a-z-]+)  ", out, re.MULTILINE))
-    assert {"plan", "run", "notebooks", "claims"} < listed
-    for name in ("run", "plan", "rows"):
-        status, out, _ = command(name, "--help")
-        assert (status, "Usage" in out) == (0, True)
 
 
 # --- selected runs and plans ----------------------------------------------------------------------
@@ -263,16 +253,6 @@ def test_notebooks_command_lists_parameters(command):
     assert status == 0
     assert out.startswith("03_image_classification.ipynb\nscale")
     assert re.search(r"^q_max +list +default \[8\]; .+", out, re.MULTILINE)
-
-
-def test_parse_notebook_parameters_from_words():
-    words = ["schedules=['CR', \"RR\"]", "static_bits=[]", "scale=paper", "n_cycles=4"]
-    assert parse(words) == {
-        "schedules": ["CR", "RR"],
-        "static_bits": [],
-        "scale": "paper",
-        "n_cycles": 4,
-    }
 
 
 # --- range test and precision search --------------------------------------------------------------

@@ -4,7 +4,6 @@ import io
 import json
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from bench.gpu import __main__ as hour
 from bench.gpu import models, parts, stages
 from cpt_extras.kernels import operators
 from cpt_extras.kernels.backend import backend
-from cpt_lab.sweeps import stores
 from cpt_lab.training import session
 
 
@@ -115,42 +113,6 @@ def test_gpu_bench_packing_sums_process_rates(folder, monkeypatch, capfd):
         "1 at a time, quantised": (2.5, 2.5),
         "2 at a time, quantised": (5.0, 2.5),
     }
-
-
-@pytest.mark.slow
-def test_gpu_bench_evidence_resumes_in_ordinary_store(folder, monkeypatch):
-    specs = parts.treebank(dry=True)
-    store = stores.store_path("smoke", "language_model")
-
-    def one(given, *args, **options):
-        run_grid(given[:1], *args, **options)
-        raise KeyboardInterrupt
-
-    run_grid = parts.run_grid
-    monkeypatch.setattr(parts, "run_grid", one)
-    assert hour.main(["evidence", "--dry"]) == 3
-    (found,) = read(folder, "evidence")[0]["values"].values()
-    assert (found["ok"], found["left"]) == (1, 1)
-    monkeypatch.setattr(parts, "run_grid", run_grid)
-    monkeypatch.setattr(
-        parts,
-        "evidence_stages",
-        lambda options: {"runs": partial(parts.evidence, options)},
-    )
-    monkeypatch.setitem(hour.PARTS, "evidence", parts.evidence_stages)
-    assert hour.main(["evidence", "--dry"]) == 0
-    assert [row["key"] for row in stores.load_rows(store)] == [
-        spec.key for spec in specs
-    ]
-
-
-def test_gpu_bench_evidence_runs_informative_arms_first():
-    specs = parts.treebank(dry=False)
-    assert len(specs) == 42
-    assert [(s.arm, s.seed) for s in specs[:5]] == [(arm, 0) for arm in parts.FIRST]
-    assert [s.seed for s in specs] == [0] * 14 + [1] * 14 + [2] * 14
-    assert {s.arm for s in specs} >= {f"static {b}" for b in (8, 6, 5, 3)}
-    assert {(s.q_max, s.recipe.steps) for s in specs} == {(8, 53_120)}
 
 
 @pytest.fixture

@@ -101,19 +101,6 @@ def test_usable_cores_and_memory_follow_control_groups(case, tmp_path, monkeypat
         assert resources.usable_memory() == gigabytes * GB // runs
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="this system has no affinity"
-)
-def test_usable_cores_follow_process_affinity(monkeypatch):
-    monkeypatch.setattr(resources, "_runs", 1)
-    before = os.sched_getaffinity(0)  # noqa: TID251 - is changed here
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        assert resources.usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def test_shared_memory_is_limited_by_share(tmp_path, monkeypatch):
     disk = SimpleNamespace(f_frsize=10, f_bavail=40, f_blocks=64)
     monkeypatch.setattr(resources, "SHARED", tmp_path)

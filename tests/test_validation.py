@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from cpt_core.validation import check_choice, check_int, check_types, suggest_names
+from cpt_core.validation import check_int, check_types
 from cpt_extras.files import write_atomically
 from cpt_extras.optional_libraries import import_optional
 
@@ -22,24 +22,6 @@ def test_check_int_accepts_integers_only():
         refused(f"steps must be an integer, got {value!r}", check_int, "steps", value)
         message = f"steps must be a whole number of at least 1, got {value!r}"
         refused(message, check_int, "steps", value, 1)
-
-
-def test_check_choice_accepts_any_collection():
-    for names in (("a", "b"), ["a", "b"], {"a": 1, "b": 2}, (name for name in "ab")):
-        assert check_choice("letter", "b", names) == "b"
-    message = r"unknown letter 'c'; choose from a, b$"
-    refused(message, check_choice, "letter", "c", {"a": 1, "b": 2})
-
-
-def test_suggest_names_offers_nearest_names():
-    """Offer four names that are near, or three of all where none is."""
-    many = [f"cifar{i}/resnet{j}" for i in range(10) for j in range(10)]
-    message = r"^unknown grid 'cifar3/resnt4'; the nearest of 100 are cifar3/resnet4, "
-    with pytest.raises(ValueError, match=message) as error:
-        check_choice("grid", "cifar3/resnt4", many)
-    assert str(error.value).count("cifar") == 4
-    for far in ("?", None):
-        assert suggest_names(far, many).count("cifar") == 3
 
 
 def example(
@@ -83,14 +65,6 @@ def test_check_types_follows_annotations(name, values, expected):
         refused(f"^{name} must be {expected}, got ", example, **LEGAL | {name: value})
         if name == "sequence":
             refused(f"^{name} must be", check_types, example, {name: value})
-
-
-def test_import_optional_returns_modules_and_names():
-    assert import_optional("json", "text").dumps([1]) == "[1]"
-    assert import_optional("json:dumps", "")([1]) == "[1]"
-    with pytest.raises(ImportError, match=r"cpt_core\.nonsense") as error:
-        import_optional("cpt_core.nonsense", "text")
-    assert "pip install" not in str(error.value)
 
 
 @pytest.mark.parametrize(
