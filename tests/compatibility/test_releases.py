@@ -14,11 +14,10 @@ import torch
 import cpt_core as cpt
 from bench import release_corpus
 from bench.release_items import STATE_AT, make_batch, make_trainer, train_on
-from cpt_core.numerics import NUMERICS
 from cpt_extras.kernels import backend, gemm_backend
 from cpt_lab.analysis.run_table import load
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.numerics import OtherNumericsWarning, numerics_of
+from cpt_lab.numerics import OtherNumericsWarning
 from cpt_lab.sweeps import verify
 from cpt_lab.sweeps.row_format import load_rows
 from cpt_lab.sweeps.sweep import run_grid
@@ -222,19 +221,3 @@ def test_missing_module_error_explains_old_pickles(tmp_path):
         ModuleNotFoundError, match=r"^No module named 'no_such_package'$"
     ):
         importlib.import_module("no_such_package")
-
-
-def test_exported_program_stores_numerics_version():
-    program = torch.export.load(
-        io.BytesIO(lzma.decompress((CORPUS / "0.3.0" / "program.pt2.xz").read_bytes()))
-    )
-    assert int(program.state_dict["cpt_numerics"]) == NUMERICS
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_numerics_of_identifies_release_rows(name):
-    """Identify the numerics of release rows, even if they name no package version."""
-    for row in load_rows(CORPUS / name / "rows.jsonl"):
-        assert numerics_of(row) == (1 if name == "0.1.0" else 2)
-        row["provenance"]["versions"].pop("cpt-core")
-        assert numerics_of(row) == (None if name == "0.1.0" else 2)
