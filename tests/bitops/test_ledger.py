@@ -176,20 +176,6 @@ def test_plan_equals_ledger(name):
         assert min(plan.costs.values()) > 0
 
 
-def test_plan_equals_ledger_for_single_layer():
-    model, x = cpt.quantize_(nn.Linear(4, 3)), torch.randn(2, 4)
-    schedule = StaticSchedule(4, 1)
-    cpt.PrecisionScheduler(model, schedule)
-    with cpt.BitOpsLedger(model) as ledger:
-        model(x).sum().backward()
-    expected = 2 * 24 * 16 / 1024
-    assert ledger.total() == expected
-    assert cpt.count_bitops(model, (x,), schedule).total == expected
-    unconverted = cpt.count_bitops(nn.Linear(4, 3), (x,), schedule)
-    assert unconverted.total == 2 * 24
-    assert unconverted.by_convention["paper"] == 3 * 24 * 16 / 1024
-
-
 GRADIENTS = {  # name -> function of a layer, a vector and data; MACs of every pass
     "data": (lambda layer, w, x: x @ w, {"forward": 80, "weight": 80}),
     # the matrix has the gradient dy w', which sums nothing
@@ -240,6 +226,7 @@ def test_ledger_counts_every_backward_pass():
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     with cpt.precision(model, bits=4, q_grad=8), cpt.BitOpsLedger(model) as ledger:
         y = model(torch.ones(2, 4))
+        assert sum(ledger.by_pass("per_op").values()) == 2 * 18 * 16 / 1024
         for num_passes, loss in ((1, y.sum()), (2, y.square().sum())):
             loss.backward(retain_graph=True)
             assert ledger.by_pass("per_op") == {
@@ -247,6 +234,10 @@ def test_ledger_counts_every_backward_pass():
                 "error": num_passes * 2 * 6 * 32 / 1024,
                 "weight": num_passes * 2 * 18 * 32 / 1024,
             }
+    total = ledger.total()
+    with cpt.precision(model, bits=4, q_grad=8):
+        model(torch.ones(2, 4)).sum().backward()
+    assert ledger.total() == total > 0
 
 
 def test_ledger_prices_float32_layers_at_active_bits():
@@ -258,23 +249,6 @@ def test_ledger_prices_float32_layers_at_active_bits():
             with cpt.precision(model, bits):
                 model(torch.ones(1, 4))
             assert ledger.bitops("paper")["1"]["forward"] == 16 * total
-
-
-def test_ledger_counts_passes_that_run_inside():
-    """Count no backward pass that is missing, and nothing after the block."""
-    model, x = cpt.quantize_(nn.Sequential(nn.Linear(4, 3))), torch.randn(2, 4)
-    forward, weight = 24 * 16 / 1024, 24 * 32 / 1024
-    with cpt.precision(model, bits=4, q_grad=8):
-        with cpt.BitOpsLedger(model) as ledger:
-            model(x)
-            expected = {"forward": forward, "error": 0, "weight": 0}
-            assert ledger.by_pass("per_op") == expected
-            model(x).sum().backward()
-            expected = {"forward": 2 * forward, "error": 0, "weight": weight}
-            assert ledger.by_pass("per_op") == expected
-        total = ledger.total()
-        model(x).sum().backward()
-    assert ledger.total() == total
 
 
 @pytest.mark.parametrize("bits", [None, 4])
