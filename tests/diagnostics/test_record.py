@@ -22,7 +22,6 @@ from cpt_core.quantization.convert import layer_precisions
 from cpt_extras.diagnostics import recording as recorder
 from cpt_extras.diagnostics import rounding_stats
 from cpt_extras.diagnostics.recording import (
-    COLUMNS,
     COMPILED,
     MIN_GRADIENT_TO_NOISE,
     STATISTICS,
@@ -314,27 +313,6 @@ def test_record_statistics_match_hand_values(case):
         assert row[name] == value, name
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    ["per_tensor", "per_row", "per_position", "per_channel", "per_sample_mean"],
-)
-@pytest.mark.parametrize("key", [None, torch.tensor(5)])
-def test_rounding_stats_count_int8_like_values(granularity, key):
-    """Count distinct integers of 4 bits like distinct values of 9 bits, which have no integers."""
-    x, num_steps = drawn(3, 4, 50), torch.tensor(15.0)
-    codes, values = (
-        rounding_stats.RoundingSums(
-            *rounding_stats.compute_rounding_sums(
-                x, num_steps, granularity, key, cpt.Format.affine(bits)
-            ).tolist()
-        )
-        for bits in (4, 9)
-    )
-    assert codes.distinct_values == values.distinct_values
-    assert codes.available_values == values.available_values / 2**5
-    assert codes.distinct_values > 12 * codes.available_values / 16
-
-
 def test_record_reuses_training_noise_key():
     gradient = drawn(5, 3)
     model, recording = one_pass(drawn(5, 4), drawn(3, 4, seed=1), gradient=gradient)
@@ -503,23 +481,6 @@ def test_record_is_idle_between_recorded_steps(model, monkeypatch):
         called.clear()
         steps(model, 1)
         assert not called
-
-
-def test_record_skips_evaluation(model):
-    with cpt.diagnostics.record(model, every=1) as recording:
-        model.eval()
-        passes(model)
-        model.train()
-    assert recording.table().empty
-    assert list(recording.table().columns) == list(COLUMNS)
-    assert recording.missing_roles == dict.fromkeys(
-        [
-            f"{layer}/{role}"
-            for layer in "01"
-            for role in ("input", "weight", "grad", "bias")
-        ],
-        recorder.NOT_ROUNDED,
-    )
 
 
 def test_record_separates_bits_within_step(model):

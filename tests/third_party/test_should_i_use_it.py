@@ -113,8 +113,3 @@ def test_should_i_use_it_table_equals_check(make, row, capsys, monkeypatch):
     assert layers == set(re.findall("`(.*?)`", in_float32))
     quantized = [each for each in model.modules() if hasattr(each, "precision")]
     assert {each.precision.bits for each in quantized} == {5}
-
-
-def test_should_i_use_it_is_short():
-    assert len(PAGE.split()) <= 600
-    assert "0.547" in f"{cpt.StaticSchedule(5, 8).relative_cost(q_max=8):.3f}"
