@@ -8,7 +8,6 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from helpers import refused, run_command
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,15 +62,6 @@ def test_format_values_match_ml_dtypes(name):
 )
 def test_format_values_match_hand_lists(name, values):
     assert FORMATS[name].values().tolist() == pytest.approx(list(values))
-
-
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.bits <= 8])
-def test_format_values_are_sorted_float32(name):
-    values, format = FORMATS[name].values(), FORMATS[name]
-    assert values.dtype == torch.float32
-    assert (values.diff() > 0).all()
-    assert len(values) <= 2**format.bits
-    assert float(values.abs().max()) == pytest.approx(format.largest)
 
 
 SPECIALS = st.sampled_from([None, "none", "nan", "infinity"])
@@ -215,14 +205,6 @@ def test_format_ladder_roundtrips_through_dict(formats):
     assert all(filled[level] == ladder[level] for level in ladder.levels)
 
 
-@pytest.mark.parametrize(
-    "levels",
-    [{}, {0: "e4m3"}, {33: "e4m3"}, {1.5: "e4m3"}, {True: "e4m3"}, ["e4m3"], None],
-)
-def test_format_ladder_rejects_invalid_levels(levels):
-    refused(r"ladder is a mapping|level", FormatLadder, levels)
-
-
 def test_format_ladder_names_missing_level():
     ladder = FormatLadder({3: "e2m1", 8: "e4m3"})
     message = r"hole at level 5: its levels are 3, 8; ladder.filled\(\)"
@@ -234,6 +216,8 @@ def test_format_ladder_names_missing_level():
     assert str(AFFINE[24]) == "float32"
     assert AFFINE[23] == Format.affine(23)
     refused("unknown format 'e9'", FormatLadder, {4: "e9"})
+    for level in (0, 33):
+        refused("level must be .* at least 1 and at most 32", FormatLadder, {level: 8})
 
 
 def test_format_ladder_hash_is_stable_across_processes():
