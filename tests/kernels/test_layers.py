@@ -302,12 +302,3 @@ def test_fused_layers_skip_forward_mode_gradients(fused):
     with precision(layer, 4, 6), forward_ad.dual_level():
         layer(torch.randn(7, 6))
     assert not fused
-
-
-def test_fused_layers_wait_for_first_gradient(fused):
-    """Take the plain path in a scheduled layer until a gradient has arrived."""
-    layer = quantize_(nn.Sequential(nn.Linear(6, 5)))
-    layer[0].precision.set_bits(4, 6)
-    for expected in range(3):
-        layer(torch.randn(7, 6)).sum().backward()
-        assert len(fused) == expected
