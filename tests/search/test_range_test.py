@@ -215,11 +215,3 @@ def test_recipe_range_test_equals_manual_training():
     assert result.start == (pytest.approx(start),)
     assert result.losses[0] == (pytest.approx(low), pytest.approx(high))
     assert result.shares[0][0] == pytest.approx((start - low) / (start - high))
-
-
-@pytest.mark.slow
-def test_recipe_range_test_of_language_model():
-    result = recipe_range_test(recipe("smoke", "pydoc"), bits=(2,), dwell=4, seeds=(0,))
-    assert result.bits == (2, 8)
-    assert all(math.isfinite(x) for x in result.losses[0])
-    assert "LSTM" in result.title

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpt_core.schedules.schedule import (
-    CyclicSchedule,
-    ShortCycleWarning,
     StaticSchedule,
 )
 from cpt_extras.search.solved_schedules import AdjustedSchedule
@@ -29,45 +27,6 @@ def test_solve_schedule_delay_raises_lowest_budget():
     lowest = 0.1 + 0.9 * 57 / 192
     schedule = quietly(solve_schedule, lowest, 3, 8, 6_400, delay=0.1)
     assert schedule.bits().tolist() == [8] * 640 + [3] * 5_760
-
-
-@pytest.mark.parametrize(("budget", "q_grad"), [(0.5, 3), (0.65, 8), (0.8, 12)])
-def test_solve_schedule_counts_gradient_bits(budget, q_grad):
-    budget *= (36 + 12 * q_grad) / (36 + 72)  # of what 6 bits cost with these gradients
-    schedule = solve_schedule(budget, 2, 6, 6_400, q_grad=q_grad)
-    assert isinstance(schedule, CyclicSchedule)
-    spent = np.mean([q * q + 2 * q * q_grad for q in schedule.bits().tolist()]) / (
-        36 + 72
-    )
-    assert spent == pytest.approx(budget, rel=1e-3)
-
-
-def test_solve_schedule_passes_settings_to_schedule():
-    schedule = solve_schedule(0.63, 3, 8, 64_000, 6, "cosine")
-    assert (
-        schedule.q_min,
-        schedule.q_max,
-        schedule.total_steps,
-        schedule.n_cycles,
-    ) == (3, 8, 64_000, 6)
-    assert (schedule.triangular, schedule.mirror, schedule.profile.base) == (
-        False,
-        "horizontal",
-        "cosine",
-    )
-    delayed = solve_schedule(
-        0.63, 3, 8, 64_000, 6, "linear", triangular=True, delay=0.1
-    )
-    assert (delayed.hold, delayed.schedule.total_steps, delayed.schedule.n_cycles) == (
-        6_400,
-        57_600,
-        6,
-    )
-    assert (delayed.schedule.triangular, delayed.schedule.mirror) == (
-        True,
-        "horizontal",
-    )
-    assert delayed.bits()[6_400] == 8  # the first cycle falls
 
 
 def test_solve_schedule_adjusts_nearest_steps_if_coarse():
@@ -94,15 +53,6 @@ def test_solve_schedule_rejects_budget_between_few_steps():
     assert abs(nearest - 0.9084) > 0.9084e-3
     said = r"no schedule of 16 steps was found to cost 0\.9084 to 0\.1 %; the nearest is 0\.9"
     refused(said, quietly, solve_schedule, 0.9084, 7, 9, 16, 1)
-
-
-def test_solve_schedule_warns_of_short_cycles():
-    with pytest.warns(
-        ShortCycleWarning,
-        match=r"8 cycles in 6400 steps end at \d bits, not at q_max = 8",
-    ):
-        solve_schedule(0.305, 3, 8, 6_400)
-    assert solve_schedule(0.65, 3, 8, 6_400)(6_399) == 8
 
 
 # --- budgets in other units -----------------------------------------------------------------------
@@ -179,13 +129,6 @@ def test_solve_schedule_accepts_numpy_and_torch_costs(kind):
         for k in (int, kind)
     )
     assert odd == plain
-
-
-def test_solve_schedule_accepts_cost_in_seconds():
-    seconds = {3: 0.5, 4: 0.5, 5: 0.6, 6: 0.8}
-    schedule = solve_schedule(0.8, 3, 6, 6_400, cost=seconds.get)
-    assert schedule.relative_cost(cost=seconds.get) == pytest.approx(0.8, rel=1e-3)
-    assert solve_schedule(1, 6, 6, 10, cost=seconds.get) == StaticSchedule(6, 10)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

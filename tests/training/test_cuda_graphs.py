@@ -252,24 +252,6 @@ def test_capture_falls_back_and_gives_reason(recorders, train_eagerly, caplog):
     )
 
 
-def test_captured_python_state_is_frozen(recorders, train_eagerly):
-    """Show as a control that a recorded step with Python state gives different losses."""
-    spec = make_spec("words")
-
-    class Drifts(load_task_class(spec)):
-        calls = 0
-
-        def loss(self, model, batch, carry):
-            self.calls += 1
-            loss, carry = super().loss(model, batch, carry)
-            return loss * (1 + 0.01 * self.calls), carry
-
-    losses = train(Drifts, spec).history["loss"]
-    expected = train_eagerly(Drifts, spec).history["loss"]
-    assert losses[:4] == expected[:4]
-    assert losses[-1] != expected[-1]
-
-
 @pytest.mark.parametrize(
     ("device", "has_fixed_shape", "value", "reason"),
     [

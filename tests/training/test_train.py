@@ -67,17 +67,6 @@ def test_train_metrics_state_split_moment_and_precision(run):
     refused("no metric", run.metric, "f1", error=KeyError)
 
 
-def test_train_evaluates_at_q_max_and_current():
-    run = train(ImageTask, spec_of("static 3", steps=20))
-    losses = {
-        m["precision"]: (m["bits"], m["value"])
-        for m in run.metrics
-        if m["name"] == "loss" and m["split"] == "test"
-    }
-    assert (losses["q_max"][0], losses["current"][0]) == (8, 3)
-    assert losses["q_max"][1] != losses["current"][1]
-
-
 def test_evaluate_uses_eval_mode_and_last_bits(monkeypatch):
     session, is_training = Session(ImageTask, spec_of("CR")), []
 
