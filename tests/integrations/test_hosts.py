@@ -761,21 +761,6 @@ def test_trainer_precision_logs_cost_of_ladder(name, q_min, q_max):
     assert is_priced_as_bits == (name != "mx")
 
 
-def test_trainer_precision_sets_evaluation_bits():
-    model = linear_layers(4)
-    falling = cpt.FunctionSchedule(lambda u: 7 - 3 * u, total_steps=12)
-    trained = TrainerPrecision(model, falling, None, eval_bits="q_max")
-    for _ in range(12):  # to 4 bits
-        trained.step()
-    for chosen, bits in (("q_max", 7), ("current", 4), ("float", None), (2, 2)):
-        trained.eval_bits = chosen
-        model.eval()
-        assert model[0].precision.bits == bits
-        assert trained.eval_logs() == {"eval_bits": bits or 32}
-    model.train()
-    assert (model[0].precision.bits, trained.eval_logs()) == (4, {})
-
-
 def test_trainer_precision_logs_each_layer_schedule():
     first, rest = schedule_of("ER", q_max=6), schedule_of()
     model = linear_layers(4, 2)
