@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from cpt_core.quantization.fallback_reasons import FallbackReason
 
 PAGE = Path(__file__).parents[2] / "docs" / "fallbacks.md"
@@ -16,10 +14,3 @@ def test_fallbacks_page_lists_every_reason():
     )
     listed = [(name, text) for name, text, _ in rows]
     assert listed == [(reason.name, reason.value) for reason in FallbackReason]
-
-
-def test_describe_fills_in_fields():
-    reason = FallbackReason.CONV_PADDING
-    assert reason.describe(padding="same") == "convolution with padding='same'"
-    with pytest.raises(KeyError, match="padding"):
-        reason.describe()

@@ -460,16 +460,6 @@ def test_summary_lists_int8_fallbacks(golden):
     assert "int8" not in str(cpt.summary(cpt.quantize_(model)))
 
 
-@pytest.mark.parametrize("part", ["row", "position", "channel"])
-def test_summary_names_slices_of_int8_fallbacks_by_granularity(part):
-    quantizers = cpt.QuantConfig().quantizers
-    quantizers = quantizers | {"linear_weight": Quantizer(f"per_{part}")}
-    config = cpt.QuantConfig(execution="integer", quantizers=quantizers)
-    model = cpt.quantize_(nn.Sequential(nn.Linear(8, 2)), config)
-    reason = f"error simulated: weights have a range per {part};"
-    assert reason in str(cpt.summary(model))
-
-
 # --- memory and errors --------------------------------------------------------------------------
 
 

@@ -87,15 +87,6 @@ def test_int8_warns_once_on_slow_device(set_fast_int8):
     assert not any(runs_int8(p, x) for p in layer_precisions(model).values())
 
 
-@pytest.mark.slow
-def test_int8_compiled_warns_on_slow_device(set_fast_int8):
-    torch._dynamo.reset()
-    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)), config())
-    message = "int8 matmuls are slower than float32"
-    with cpt.precision(model, 8), pytest.warns(UserWarning, match=message):
-        torch.compile(model, backend="eager")(torch.ones(2, 4))
-
-
 def test_auto_execution_simulates_on_slow_device(set_fast_int8):
     """Simulate int8 layers with execution "auto" on slow devices, and give the reason in the summary."""
     model, simulated = quantised("auto"), quantised("simulated")

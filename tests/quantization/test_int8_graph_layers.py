@@ -350,17 +350,6 @@ def train(kind, config, is_checkpointed=False):
     return losses_of(model, schedule, loss, 8, lr=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "config"), [("gcn", AUTHORS), ("sage", SHARED)])
-def test_int8_graph_training_equals_simulation_and_repeats(kind, config):
-    losses = train(kind, config)
-    assert losses == train(kind, config, is_checkpointed=True)
-    simulated = train(kind, replace(config, execution="simulated"))
-    # a code that flips is a step of a 3-bit grid
-    assert losses[0] == pytest.approx(simulated[0], rel=1e-2)
-    assert losses == pytest.approx(simulated, rel=0.1)
-
-
 # --- fused operators of rows --------------------------------------------------------------------
 
 CHAINS = {
@@ -421,14 +410,3 @@ def test_graph_conv_fuses_adjacent_operations(sizes, config, counts):
         model(make_graph(), x).square().sum().backward()
     names = "scale_round", "scale_round_add", "round_scale_round"
     assert tuple(recorder.count(f"cpt::{name}") for name in names) == counts
-
-
-@pytest.mark.parametrize("config", [SIMULATED_FP_AGG, SIMULATED])
-def test_check_sees_rounding_in_fused_operators(config):
-    model = cpt.quantize_(GraphNet("gcn", 6, 4, hidden=8), config)
-    report = cpt.check(model, (make_graph(), features()))
-    assert report.ok, str(report)
-    matmuls = [o for o in report.operations if "aggregation" not in o.layer]
-    assert all(o.quantized for o in matmuls), str(report)
-    layers = {o.layer for o in report.operations if o.backward}
-    assert layers >= {"convs.0", "convs.1", "convs.2"}

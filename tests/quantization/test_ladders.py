@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from helpers import OnRing, losses_of, refused
-from search.test_restartable import problem
 from torch import nn
 from torch.nn.functional import conv2d, linear
 
@@ -194,15 +193,6 @@ def test_ladder_row_ranges_replace_running_ranges(kind):
     assert torch.equal(layer.quantize_operand(role, x), by_row)
 
 
-@pytest.mark.slow
-def test_compiled_model_follows_ladder():
-    model, x = quantised("linear", ladder=LADDERS["minifloat"])
-    compiled = torch.compile(model, backend="aot_eager")
-    for mode, level in ((True, 4), (False, 8)):  # every format is compiled anew
-        with cpt.precision(model.train(mode), bits=level):
-            assert torch.equal(compiled(x), model(x)), (mode, level)
-
-
 # --- gradients ----------------------------------------------------------------------------------
 
 
@@ -357,22 +347,6 @@ def test_role_schedules_and_ladders_reject_conflicts(call, arguments, message):
     refused(message, call, **arguments)
 
 
-@pytest.mark.parametrize("ladder", [None, LADDER.filled()])
-def test_delayed_schedule_hold_runs_in_float32(ladder):
-    (layer, x), (plain, _) = quantised("linear", ladder=ladder), make_layer("linear")
-    cycle = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=36, n_cycles=1)
-    schedule = cpt.DelayedSchedule(cycle, hold=4, level=32)
-    scheduler = cpt.PrecisionScheduler(nn.Sequential(layer), schedule)
-    y, expected = layer(x), plain(x)
-    (y.square().sum() + expected.square().sum()).backward()
-    assert torch.equal(y, expected)
-    assert torch.equal(layer.weight.grad, plain.weight.grad)
-    for _ in range(4):
-        scheduler.step()
-    assert layer.precision.active_levels == (3, 3, 8, 8)
-    assert not torch.equal(layer(x), expected)
-
-
 SPLIT = cpt.RoleSchedules(weight=CYCLE, activation=8, error=8, weight_gradient=4)
 ONCE = "once for both backward products"
 EIGHT = StaticSchedule(8, 4)
@@ -439,28 +413,6 @@ def two_layers(ladder=None, **options):
 
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-ROTATED = {3: "e2m1:hadamard=8"}
-STATIC_ROLES = cpt.RoleSchedules(weight=1, activation=StaticSchedule(3, 2), gradient=3)
-
-
-@pytest.mark.parametrize(
-    ("ladder", "schedule"),
-    [
-        (MX, MX_CYCLE),
-        (by_role(ROTATED, ROTATED, {3: "e4m3", 4: "mxfp4"}), StaticSchedule(3, 2)),
-        (by_role({3: "e4m3"}, {1: "e2m1"}, None), STATIC_ROLES),
-    ],
-)
-@pytest.mark.parametrize("training", [True, False])
-def test_check_runs_on_ladders_and_restores_them(ladder, schedule, training):
-    model = two_layers(ladder)
-    cpt.PrecisionScheduler(model, schedule)
-    model(X)
-    formats = layer_precisions(model)["0"].active_bits.formats
-    expected = model.train(training)(X)
-    assert cpt.check(model, (X,)).ok
-    assert layer_precisions(model)["0"].active_bits.formats == formats
-    assert torch.equal(model(X), expected)
 
 
 @pytest.mark.slow
@@ -584,17 +536,6 @@ def test_trainer_precision_evaluates_roles_at_their_levels(eval_bits, expected):
 # --- costs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cost", cpt.formats.COSTS)
-def test_relative_cost_accepts_ladders_of_config(cost):
-    ladder = cpt.QuantConfig(ladder=MX).ladder
-    expected = MX_CYCLE.relative_cost(cost=cost, ladder=MX)
-    found = MX_CYCLE.relative_cost(cost=cost, ladder=ladder)
-    assert found == pytest.approx(expected)
-    schedule = cpt.solve_schedule(0.9, 1, 4, 400, cost=cost, ladder=ladder)
-    found = schedule.relative_cost(cost=cost, ladder=ladder)
-    assert found == pytest.approx(0.9, rel=2e-3)
-
-
 @pytest.mark.parametrize("cost", ["bitops", "ace", "multiplier", "energy"])
 def test_relative_cost_prices_ladders_by_role(cost):
     high = {1: "e4m3", 3: "e4m3"}
@@ -608,14 +549,3 @@ def test_relative_cost_prices_ladders_by_role(cost):
     # of role schedules, the baseline has their own highest levels
     roles = cpt.RoleSchedules(weight=one, activation=3, gradient=3)
     assert roles.relative_cost(cost=cost, ladder=ladder) == 1
-
-
-@pytest.mark.slow
-def test_sensitivity_of_ladder_uses_its_levels():
-    model, step, optimizer, _ = problem()
-    options = {"base": 2, "q_max": 4, "windows": 2, "steps": 8, "seeds": (0,)}
-    config = cpt.QuantConfig(ladder=MX)
-    found = cpt.search.sensitivity(
-        model, step, optimizer, config=config, estimate=False, **options
-    )
-    assert (found.base, found.groups) == (2, (("0",), ("4",)))
