@@ -329,12 +329,14 @@ OPERATIONS = {
         lambda bits, m, x, y: attend(bits, x, x, x, None, y),
     ),
     "attention, grouped queries": OperationSample(
-        lambda m, x, y: sdpa(x, y, y, enable_gqa=True),
+        lambda m, x, y, z: sdpa(x, y, z, enable_gqa=True),
         NO_WEIGHT,
-        [(2, 4, 5, 6), (2, 2, 5, 6)],
+        [(2, 4, 5, 6), (2, 2, 5, 6), (2, 1, 5, 6)],
         [1200, 1200],
-        [None, LAST, LAST],
-        lambda bits, m, x, y: attend(bits, x, *[y.repeat_interleave(2, 1)] * 2),
+        [None, LAST, LAST, LAST],
+        lambda bits, m, x, y, z: attend(
+            bits, x, y.repeat_interleave(2, 1), z.repeat_interleave(4, 1)
+        ),
     ),
     "experts": OperationSample(
         lambda m, x: torch._grouped_mm(x, m.w, offs=offsets()),

@@ -96,7 +96,8 @@ def causal_picture(m, x):
 
 
 def added_scores(m, x):
-    scores = torch.baddbmm(x[:, :1, :1], x, x.mT, beta=0)
+    nothing = torch.full_like(x[:, :1, :1], math.nan)  # which ``beta`` leaves out
+    scores = torch.baddbmm(nothing, x, x.mT, beta=0)
     return torch.bmm(masked_softmax(scores, x), x)
 
 

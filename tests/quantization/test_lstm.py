@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import NEAREST, quantize_gradient, refused, reported_operations
+from helpers import NEAREST, quantize_gradient, refused
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
 from cpt_core.quantization import fake_quantize, lstm
-from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
+from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.op_handlers import functions_named, register_handler
 from cpt_core.quantization.op_interception import OP_HANDLERS
 from cpt_core.quantization.roles import QUANTIZERS, Quantizer
@@ -319,17 +319,6 @@ def test_lstm_rejects_invalid_input():
         refused("Expected hidden", module, x, (state, state), error=RuntimeError)
 
 
-def test_lstm_frozen_weights_get_no_gradient():
-    module = lstm_of(5, 4)
-    frozen = module.weight_hh_l0, module.bias_hh_l0
-    for p in frozen:
-        p.requires_grad_(False)
-    with precision(module, 4):
-        module(torch.randn(6, 3, 5))[0].sum().backward()
-    assert [p.grad for p in frozen] == [None, None]
-    assert module.weight_ih_l0.grad is not None
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"batch_first": True}, {"dropout": 0.5}, {"bias": False}], ids=str
 )
@@ -349,28 +338,6 @@ def test_lstm_equals_packed_sequence_form(options):
         results.append({**tensors, "y": y, "h": h, "c": c, **ranges})
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
-
-
-def test_lstm_keeps_class_and_checkpoint_names():
-    module = lstm_of(5, 4, bidirectional=True)
-    assert type(module) is nn.LSTM
-    cells = ("input_l0", "hidden_l0", "input_l0_reverse", "hidden_l0_reverse")
-    names = {"noise_key", *(f"running_{cell}" for cell in cells)}
-    assert set(module.precision.get_running()) == names
-    assert not hasattr(restore_(module), "precision")
-
-
-class CallsLSTM(nn.LSTM):
-    """LSTM subclass that runs by linear operations, since its forward may differ."""
-
-
-@pytest.mark.parametrize("form", ["fused"], indirect=True)
-def test_lstm_subclass_and_projection_use_linear_operations():
-    for module in (CallsLSTM(5, 4), nn.LSTM(5, 4, proj_size=3)):
-        quantize_(module)
-        with precision(module, 4):
-            operations = reported_operations(module, torch.randn(3, 2, 5))
-        assert {operation.function for operation in operations} == {"linear"}
 
 
 LOADING = """

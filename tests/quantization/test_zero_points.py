@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import cpt_core as cpt
-from cpt_core.quantization.convert import QUANT_PRESETS, layer_precisions
+from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.fake_quantize import PlainOperators
-from cpt_core.quantization.roles import QUANTIZERS, Quantizer
+from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_extras.formats.tensor_rounding import quantize
 
@@ -72,65 +72,6 @@ def test_zero_point_ignores_padding_zeros(name, bits):
     grid = torch.tensor(num_steps(bits)), quantizer.grid
     plain = PlainOperators.fake_quantize(padded, *grid)[0][:, 2:7]
     assert torch.equal(plain, PlainOperators.fake_quantize(x, *grid)[0])
-
-
-def test_stochastic_zero_point_keeps_zeros_and_is_unbiased():
-    draws, steps = 200, 7
-    x = drawn("both signs", 4000) / 4
-    x[0], x[1] = -1.0, 1.0
-    grid = torch.tensor(float(steps)), "per_tensor+zero"
-    rounded = torch.stack(
-        [
-            PlainOperators.fake_quantize(x, *grid, torch.tensor(key))[0]
-            for key in range(draws)
-        ]
-    )
-    assert (rounded[:, x == 0] == 0).all()
-    # on [-1, 1], rounding has a standard deviation of half a step at most
-    standard_error = (2 / steps) / 2 / draws**0.5
-    bias = (rounded.mean(0) - x)[x.abs() < 0.8]
-    assert float(bias.abs().max()) < 6 * standard_error
-
-
-class Matmuls(nn.Module):
-    """Module outside the paper's layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return F.linear(self.layer(x), self.weight) @ x.mT
-
-
-def test_zero_point_is_default_outside_paper_layers():
-    model = cpt.quantize_(Matmuls())
-    with cpt.precision(model, 8):
-        model(torch.randn(3, 4))
-    precisions = layer_precisions(model)
-    assert all(q.zero_point for q in precisions[""].quantizers.values())
-    with_zero_point = {
-        role for role, q in precisions["layer"].quantizers.items() if q.zero_point
-    }
-    own = {r for r in with_zero_point if not r.startswith(("conv_", "attention_"))}
-    assert own == {"computed_weight"}
-    assert not any(q.zero_point for q in QUANTIZERS.values())
-
-
-@pytest.mark.parametrize(
-    ("layer", "roles", "has_zero_point"),
-    [
-        (nn.Linear(4, 4), ("input", "weight", "grad"), False),
-        (nn.Conv2d(4, 4, 3), ("input", "weight", "grad"), False),
-        (nn.LSTM(4, 4), ("input_l0",), False),
-        (nn.GRU(4, 4), ("linear_weight",), True),
-    ],
-)
-def test_zero_point_is_absent_in_paper_layers(layer, roles, has_zero_point):
-    (precision,) = layer_precisions(cpt.quantize_(nn.Sequential(layer))).values()
-    for role in roles:
-        assert precision.quantizers[role].zero_point is has_zero_point
 
 
 # --- masked and pruned weights ------------------------------------------------------------------
@@ -317,12 +258,6 @@ def test_linear_layer_of_one_feature_is_quantized():
             outputs.append(model(x))
     assert not torch.equal(*outputs)
     assert cpt.check(model, (x,)).quantized_share == 1
-
-
-def test_bert_preset_uses_paper_attention():
-    assert QUANT_PRESETS["bert"].attention == "paper"
-    with pytest.raises(ValueError, match="attention"):
-        cpt.QuantConfig(attention="per_word")
 
 
 class Copy(nn.Module):
