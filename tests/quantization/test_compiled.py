@@ -25,8 +25,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules.schedule import StaticSchedule
+from cpt_core.quantization.scheduler import precision
 
 MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 MATMULS += ("cpt::lstm_forward", "cpt::lstm_backward")
@@ -184,16 +183,6 @@ def test_compiled_graph_serves_all_bits_as_eager(kinds, is_half, device, compile
     if not is_half:
         with precision(eager.eval(), 8), precision(other.eval(), 8), torch.no_grad():
             torch.testing.assert_close(run(inputs), eager(inputs))
-
-
-def test_compiled_and_eager_scheduler_states_match(compiled):
-    eager = quantize_(nn.Sequential(nn.Linear(8, 8)))
-    models = eager, compiled(copy.deepcopy(eager))[0]
-    schedulers = [PrecisionScheduler(m, StaticSchedule(4, 4)) for m in models]
-    for one, other in (schedulers, schedulers[::-1]):
-        one.step()
-        other.load_state_dict(one.state_dict())
-        assert other.last_step == one.last_step
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ from cpt_core.quantization.convert import (
     quantize_,
     restore_,
 )
-from cpt_core.quantization.roles import QUANTIZERS
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import _match_patterns, precision
 from cpt_core.schedules.schedule import RoleLevels
@@ -125,16 +124,6 @@ def test_quantize_keeps_parameters_and_restore_undoes_it():
     assert torch.equal(model(x), expected)
     assert calls == ["hook"] * 3
     assert quantized_names(quantize_(model)) == ["0", "3", "5"]
-
-
-def test_quantize_keeps_shared_modules_and_parameters():
-    shared = nn.Linear(4, 4)
-    model = nn.ModuleList([shared, shared, nn.Linear(4, 4)])
-    model[2].weight = shared.weight
-    quantize_(model)
-    assert model[0] is model[1]
-    assert model[2].weight is model[0].weight
-    assert isinstance(restore_(model)[0], nn.Linear)
 
 
 # --- selected layers ----------------------------------------------------------------
@@ -482,13 +471,3 @@ def test_quantize_gives_layers_distinct_noise_keys():
     assert min(b - a for a, b in itertools.pairwise(first)) >= 2**20
     assert keys(0) == first
     assert not set(first) & set(keys(1))
-
-
-def test_quant_config_selects_gradient_rounding():
-    config = QuantConfig().with_gradient_rounding("nearest")
-    for role, quantizer in config.quantizers.items():
-        if role.endswith("_grad"):
-            assert quantizer.rounding == "nearest"
-        else:
-            assert quantizer == QUANTIZERS[role]
-    assert config.with_gradient_rounding("stochastic") == QuantConfig()

@@ -587,19 +587,6 @@ def test_interception_ends_after_failed_forward(error):
     assert not mode_of(model).running.stack
 
 
-def test_interception_ends_after_interrupts_of_two_models():
-    models = [quantize_(Interruptible(raising(KeyboardInterrupt))) for _ in range(2)]
-    x = torch.ones(2, 4)
-    for model in models:
-        with precision(model, 4), pytest.raises(KeyboardInterrupt):
-            model(x)
-    for model in models:
-        model.between = unchanged
-        with precision(model, 4):
-            model(x)
-    assert active_modes() == 0
-
-
 def test_interception_interrupt_keeps_user_modes():
     model, x = quantize_(Interruptible(raising(KeyboardInterrupt))), torch.ones(2, 4)
     with precision(model, 4):
@@ -610,19 +597,6 @@ def test_interception_interrupt_keeps_user_modes():
             model(x)
             assert active_modes() == 0
             assert torch.empty(1).is_meta
-
-
-def test_interception_survives_interrupt_caught_by_parent():
-    def forward(m, x):
-        with pytest.raises(KeyboardInterrupt):
-            m.part(x)
-        return m.first(x) @ x.mT
-
-    part = Interruptible(raising(KeyboardInterrupt))
-    model = quantize_(FunctionModule(forward, part=part, first=nn.Linear(4, 4)))
-    with precision(model, 4):
-        assert layers_of(model, torch.randn(2, 4)) == ["part.first", "first", ""]
-    assert active_modes() == 0
 
 
 def test_interception_ends_after_failing_user_hook():
@@ -666,21 +640,6 @@ def test_interception_of_recursive_model():
     with precision(model, 4):
         assert layers_of(model, torch.randn(4, 4)) == ["first"] * 3 + ["", ""]
     assert active_modes() == 0
-
-
-def test_interception_ends_between_generator_steps():
-    def forward(m, x):
-        yield m.first(x)
-        yield m.second(x)
-
-    model = quantize_(two_layers(forward))
-    with precision(model, 4):
-        generator = model(torch.randn(2, 4))
-        next(generator)
-        assert active_modes() == 0
-        next(generator)
-        generator.close()
-        assert active_modes() == 0
 
 
 def test_interception_of_concurrent_threads():
@@ -727,15 +686,3 @@ def test_data_parallel_replica_has_its_own_ranges(is_computed):
         assert not any(running[2] for running in model.precision.ranges().values())
         assert all(running[2] for running in replica.precision.ranges().values())
         assert torch.equal(y, model(x))
-
-
-def test_interception_keeps_user_torch_function_modes():
-    def forward(m, x):
-        with torch.device("cpu"):
-            return m.second(m.first(x)) + torch.zeros(4)
-
-    model, x = quantize_(two_layers(forward)), torch.randn(2, 4)
-    with precision(model, 4), torch.device("meta"):
-        assert model(x).device.type == "cpu"
-        assert torch.empty(1).is_meta
-        assert active_modes() == 0

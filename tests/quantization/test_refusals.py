@@ -213,10 +213,6 @@ def test_quantize_leaves_scripted_children_unchanged(is_traced):
     assert torch.equal(model(torch.ones(2, 4)), expected)
 
 
-def test_restore_rejects_unconverted_model():
-    refused("the model has no quantised layers", restore_, small())
-
-
 # --- layers that others change ------------------------------------------------------
 
 
@@ -400,15 +396,6 @@ def test_quantized_layer_rejects_nested_tensor(name, layout):
             assert model(x).is_nested
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_tensor_passes_float32_layer():
-    model = quantize_(two_layers(), QuantConfig(float32=("0",)))
-    parts = [torch.ones(3, 8), torch.ones(2, 8)]
-    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    with precision(model, 4):
-        refused("layer '2' is given a nested tensor", model, x)
-
-
 # --- weights of other tensor classes ------------------------------------------------
 
 
@@ -475,13 +462,6 @@ def test_quantized_layer_rejects_foreign_weight_set_later(kind, place):
         refused(message, model, x, error=TypeError)
         model[place].weight = nn.Parameter(torch.eye(8))
         assert model(x).shape == (3, 8)
-
-
-def test_quantized_layer_keeps_errors_of_plain_tensors():
-    message = "shapes cannot be multiplied|size mismatch|must match"
-    model = quantize_(two_layers())
-    with precision(model, 4):
-        refused(message, model, torch.ones(3, 7), error=RuntimeError)
 
 
 # --- tools --------------------------------------------------------------------------

@@ -106,10 +106,11 @@ def test_scheduler_rejects_patterns_without_match(patterns, message):
     assert active_bits(model) == [(None, None)] * 3
 
 
-def test_scheduler_and_precision_reject_unconverted_models():
+def test_scheduler_precision_and_restore_reject_unconverted_models():
     message = r"no quantised layers; call quantize_\(model\) first"
     refused(message, PrecisionScheduler, small(), schedule_of())
     refused(message, precision(small(), 8).__enter__)
+    refused("the model has no quantised layers", restore_, small())
 
 
 def test_scheduler_warns_once_past_the_end():
@@ -283,7 +284,7 @@ def compile_parts(model):
     return named(**{n: named(_orig_mod=part) for n, part in model.named_children()})
 
 
-# Names of layers as DDP and ``torch.compile`` make them; for themselves: test_processes, test_compiled.
+# Names of layers as DDP and ``torch.compile`` make them.
 WRAPPERS = {
     "bare": lambda m: m,
     "ddp": lambda m: named(module=m),
