@@ -14,14 +14,12 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import (
     QuantConfig,
     layer_precisions,
     quantize_,
     restore_,
 )
-from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import RoleLevels
@@ -102,22 +100,6 @@ def test_double_backward_treats_rounding_as_identity():
     dy_of_penalty = rounded(2 * first @ w_q.T * 6 * y)
     torch.testing.assert_close(dw, dy.T @ (2 * first) + dy_of_penalty.T @ x_q)
     torch.testing.assert_close(dx, dy_of_penalty @ w_q)
-
-
-@pytest.mark.parametrize("function", ["quantize", "round_in_range"])
-def test_double_backward_of_rounding_passes_straight_through(function):
-    x = torch.tensor([0.2, 0.9, 0.0, 1.0], requires_grad=True)
-    if function == "quantize":
-        y = quantize(x, 2, Quantizer("per_tensor"))
-    else:
-        low, high, steps = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(3.0)
-        y = fake_quantize.operators.round_in_range(
-            x, low, high, steps, "per_tensor", clip=True
-        )
-    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(first, 3 * y**2)
-    torch.testing.assert_close(second, 6 * y)
 
 
 # --- torch.func ---------------------------------------------------------------------
