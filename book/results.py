@@ -122,6 +122,8 @@ def pages() -> dict[Path, str]:
         stored=stored,
         studies={"h7": h7.STUDY, "h10": h10.STUDY},
         price_table=prices.price_table,
+        robust_verdicts=prices.robust_verdicts(runs),
+        verdict_prices=prices.verdict_table(runs),
         switches=h10.switches(switching),
         switching=h10.gains(switching).assign(n=_num_seeds(switching)),
         switching_alike=h10.gains_by_evaluation(switching).iloc[:, [0, 2, 3]],
@@ -153,11 +155,13 @@ def _num_seeds(tasks: Iterable[Any]) -> list[int]:
 
 
 def _unreplicated_grids() -> list[str]:
-    """Return the preregistered grids without runs on fresh seeds, in backticks."""
+    """Return the preregistered grids with rows, but without runs on fresh seeds, in backticks."""
     return [
         f"`{grid}`"
         for grid, effects in _fresh_seeds().items()
-        if not effects and "-rates/" not in grid
+        if not effects
+        and "-rates/" not in grid
+        and (results_dir() / f"{grid.partition('/')[0]}.jsonl").exists()
     ]
 
 

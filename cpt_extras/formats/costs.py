@@ -109,6 +109,19 @@ def _bits(a: Format, b: Format) -> float:
     return float(a.bits * b.bits)
 
 
+def _wider_bits(a: Format, b: Format) -> int:
+    return max(a.bits, b.bits)
+
+
+# bits of the wider operand, at most -> time of a MAC, relative to one of 8 bits
+TENSOR_CORE_TIMES = {4: 0.5, 8: 1.0, 16: 2.0, FLOAT32_BITS: 4.0}
+
+
+def _tensor_core_time(a: Format, b: Format) -> float:
+    bits = _wider_bits(a, b)
+    return next(time for most, time in TENSOR_CORE_TIMES.items() if bits <= most)
+
+
 def _exponent(f: Format) -> int:
     """Return the bits of the exponent of a format; a power of two has no other bits but the sign."""
     return f.bits - 1 if f.kind == "log2" else f.exponent
@@ -172,6 +185,23 @@ COSTS: Mapping[str, Cost] = {
             "elementwise work cost nothing. Made for inference; here it is summed over the products of training. 1024 "
             "times BitOps, so that both rank alike.",
             per_mac=_bits,
+        ),
+        Cost(
+            "wider_operand",
+            "32 x 32-bit MACs",
+            "ours: a unit as wide as its wider operand",
+            "The square of the bits of the wider operand, of 32^2: BitOps of a unit that has one width for both "
+            "operands. Where both have the same bits, as in the paper's inference, it is BitOps.",
+            per_mac=lambda a, b: _wider_bits(a, b) ** 2 / FLOAT32_BITS**2,
+        ),
+        Cost(
+            "tensor_core",
+            "8-bit MACs",
+            "NVIDIA, data sheet of HGX B200: dense peaks of FP4 9, of FP8, FP6 and INT8 4.5, of BF16 2.25, of TF32 1.1 "
+            "PFLOPS",
+            "The time of a MAC at the rate of the wider operand: up to 4 bits a half, up to 8 bits one, up to 16 bits "
+            "two, else four. Widths between these run at the next wider rate; memory is not counted.",
+            per_mac=_tensor_core_time,
         ),
         Cost(
             "multiplier",
