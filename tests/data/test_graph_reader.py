@@ -31,7 +31,7 @@ from helpers import refused, run_command
 from cpt_lab import data
 from cpt_lab.data import graph_readers
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.data.graphs import load_graph, random_graph, to_bidirected
+from cpt_lab.data.graphs import load_graph, to_bidirected
 from cpt_lab.experiments.registry import recipe
 
 NODES = 60
@@ -388,20 +388,6 @@ def test_graph_reader_names_missing_files(data_folder):
 
 
 # --- embedded and random graphs -------------------------------------------------------------------
-
-
-def test_graph_reader_loads_embedded_digits():
-    result = load_graph(recipe("smoke", "digits-graph"))
-    assert torch.bincount(result.labels[result.train]).tolist() == [5] * 10
-    assert len(result.labels) == 1797
-    title = "scikit-learn digits, 8-nearest-neighbour graph,"
-    assert result.title.startswith(title)
-
-
-def test_random_graph_has_dataset_shapes():
-    result = random_graph(recipe("paper", "ogbn-arxiv"))
-    assert result.features.shape == (169_343, 128)
-    assert "random" in result.title
 
 
 # --- OGB itself -----------------------------------------------------------------------------------

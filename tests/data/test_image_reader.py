@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pickle
-import re
 import struct
 import tarfile
 import threading
@@ -413,39 +412,11 @@ def images_of(split):
 
 
 @both_places
-def test_image_reader_counts_validation_copies(size, data_folder):
-    files = pets("train", "val")
-    copies = {f"train/cat/copy{i}.png": files["train/cat/0.png"] for i in range(20)}
-    result = load_own(data_folder, "image", files | copies, size=size, valid_images=10)
-    (overlap,) = (text for topic, text in result.report.facts if topic == "overlap")
-    assert re.match(
-        r"\d of 10 validation images (have the pixels of a|are copies of) training image",
-        overlap,
-    )
-
-
-@both_places
-def test_image_reader_numbers_validation_classes_by_training(size, data_folder):
-    files = image_folder(("a", "b", "c"), ("b", "c"))
-    result = load_own(data_folder, "image", files, size=size)
-    assert labels_of(result.test) == [1] * 4 + [2] * 4
-    assert result.classes == 3
-
-
-@both_places
 def test_read_whole_returns_majority_class_accuracy(size, data_folder):
     files = image_folder()
     del files["val/a/0.png"], files["val/a/1.png"]
     write(data_folder / "mine", files)
     assert read_all_data(small(size=size)) == pytest.approx(4 / 6)
-
-
-@both_places
-def test_image_reader_uses_small_folder_whole(size, data_folder):
-    counts = {"train_images": 500, "valid_images": 100, "test_images": 100}
-    result = load_own(data_folder, "image", image_folder(), size=size, **counts)
-    assert split_sizes(result) == [7, 1, 8]
-    assert result.title.endswith("7 training and 1 validation images")
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -641,17 +612,6 @@ def test_rgb_converts_image_modes():
     assert np.array_equal(np.asarray(to_rgb(few)), np.asarray(few.convert("RGB")))
     grey = np.asarray(to_rgb(colours.convert("L")))
     assert (grey == grey[..., :1]).all()
-
-
-@pytest.mark.parametrize(
-    ("pixels", "message"),
-    [
-        (np.arange(256, dtype=np.uint16), "16 bits whose values end at 255 would be"),
-        (np.ones(256, np.float32), "8 or 16 bits expected, got PIL's mode F"),
-    ],
-)
-def test_rgb_rejects_other_depths(pixels, message):
-    refused(message, to_rgb, Image.fromarray(pixels.reshape(16, 16)))
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -117,13 +117,6 @@ def test_task_of_data_names_arrays_of_archive(data_folder):
     refused(message, task_for_data, "mine.npz")
 
 
-@pytest.mark.parametrize("task", EXPERIMENTS)
-def test_check_data_rejects_missing_user_data(task):
-    message = r"there is no file or folder .*nowhere"
-    for dataset in ("nowhere/", "nowhere.npz", "nowhere.txt"):
-        refused(message, check_data, own_recipe(task, dataset), error=DataNotFoundError)
-
-
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_check_data_suggests_download_command(dataset, data_folder):
     known = DATASETS[dataset]
@@ -323,11 +316,6 @@ def test_readers_name_all_wrong_files(data_folder):
     )
 
 
-def test_as_int64_vector_replaces_missing_numbers():
-    labels = np.array([1.0, np.nan])
-    assert as_int64_vector("labels", labels, missing=-1).tolist() == [1, -1]
-
-
 # --- fingerprints and caching ---------------------------------------------------------------------
 
 
@@ -440,20 +428,6 @@ def test_embedded_data_is_independent_of_threads(dataset):
 def test_data_report_rejects_unknown_topics():
     message = "topic: expected one of read, left out"
     refused(message, DataReport("x").add, "rubbish", "text")
-
-
-def test_data_report_roundtrips_with_digest():
-    """Restore a stored report, and change its digest with every added fact."""
-    report = DataReport("x/", [("split", "9 training samples"), ("read", "ten files")])
-    reason = "images of this kind are not read"
-    report.leave_out(reason, [f"{i}.HEIC" for i in range(100)])
-    again = DataReport.from_dict(report.to_dict())
-    assert (str(again), again.digest) == (str(report), report.digest)
-    assert [fact.topic for fact in report.facts] == ["read", "left out", "split"]
-    assert [fact.topic for fact in report.notices] == ["left out"]
-    assert f"100 files .heic: {reason} (0.HEIC, 1.HEIC, 10.HEIC, ...)" in str(report)
-    again.add("changed", "something")
-    assert again.digest != report.digest
 
 
 def test_data_report_escapes_control_characters():

@@ -202,17 +202,6 @@ def test_entailment_reader_loads_layout(layout, data_folder):
     assert ("labels 0, 1, 2" in str(result.report)) != has_words
 
 
-def test_entailment_reader_selects_language_of_row(data_folder):
-    languages = {"language": "de", "test_languages": ("de", "en")}
-    result = load_pairs(data_folder, change=all_languages, **languages)
-    assert result.train.premise.iloc[0] == 'de "en train premise 0'
-    assert result.valid.hypothesis.iloc[1] == "de validation hypothesis 1, NA"
-    assert result.test["en"].hypothesis.iloc[1] == "test hypothesis 1, NA"
-    assert result.title == "own pairs (mine), de, 6 training pairs"
-    message = "no train pairs in fr; there is de, en"
-    refused(message, load_entailment, small(language="fr"))
-
-
 def test_entailment_reader_draws_reproducible_subset(data_folder):
     """Draw the same subset each time, and let the checksum depend on pairs and labels."""
     whole = load_pairs(data_folder)

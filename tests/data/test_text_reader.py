@@ -23,7 +23,6 @@ from cpt_lab import data
 from cpt_lab.data import text
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.text import load_text
-from cpt_lab.data.text_lines import long_lines
 from cpt_lab.experiments.registry import recipe
 
 pytestmark = pytest.mark.usefixtures("data_folder")
@@ -64,13 +63,6 @@ def test_load_text_limits_vocabulary_to_frequent_words(data_folder):
     assert load_text(small(vocabulary=500)).title == "mine, 8 words known"
 
 
-def test_load_text_by_characters(data_folder):
-    result = load_own(data_folder, "language_model", TOY, unit="characters")
-    assert "".join(words_of(result, "train")[:11]) == "the cat sat"
-    assert result.vocabulary[result.start] == "\n"
-    assert result.title == "characters of mine"
-
-
 @pytest.mark.parametrize("dataset", ["mine/novel.txt", "mine/"])
 def test_load_text_splits_single_text_by_lines(dataset, data_folder):
     lines = [f"line {i}" for i in range(30)]
@@ -89,14 +81,6 @@ def test_load_text_splits_single_text_by_lines(dataset, data_folder):
         "novel.txt has 9 lines with words; one text is cut in three, and needs ten"
     )
     refused(message, load_text, small(dataset))
-
-
-def test_load_text_of_python_reference():
-    result = load_text(recipe("demo", "pydoc", task="language_model"))
-    assert split_sizes(result) == [270_000, 10_000, 20_000]
-    assert 80 < len(result.vocabulary) < 200
-    assert result.title == "characters of Python's reference text"
-    assert "overlap" in [fact.topic for fact in result.report.facts]
 
 
 @pytest.mark.parametrize(
@@ -188,12 +172,6 @@ def test_text_reader_splits_lines_at_eos(data_folder):
     assert "train: 59 times '<eos>' inside lines" in str(result.report)
 
 
-def test_text_reader_removes_markers_of_one_split(data_folder):
-    result = load_own(data_folder, "language_model", texts("{} </s>\n", ["test"]))
-    assert_plain(result)
-    assert "20 of 20 lines of test end in '</s>'" in str(result.report)
-
-
 def marked(marker, start="cat"):
     """Return texts with a marker after the lines that begin with a word."""
     files = {}
@@ -206,10 +184,18 @@ def marked(marker, start="cat"):
     return files
 
 
-def test_text_reader_accepts_partial_eos_markers(data_folder):
-    result = load_own(data_folder, "language_model", marked("<eos>"))
+@pytest.mark.parametrize(
+    ("files", "fact"),
+    [
+        (texts("{} </s>\n", ["test"]), "20 of 20 lines of test end in '</s>'"),
+        (marked("<eos>"), "lines of train end in '<eos>': taken"),
+    ],
+    ids=["one split", "some lines"],
+)
+def test_text_reader_accepts_partial_eos_markers(files, fact, data_folder):
+    result = load_own(data_folder, "language_model", files)
     assert_plain(result)
-    assert "lines of train end in '<eos>': taken" in str(result.report)
+    assert fact in str(result.report)
 
 
 @pytest.mark.parametrize("marker", ["</s>", "[MUSIC]", "<b>"])
@@ -333,10 +319,6 @@ def text_cases():
 def test_text_reader_reports_unusual_content(data_folder, golden):
     cases = text_cases()
     golden("data/text.txt", describe_cases(data_folder, "language_model", cases))
-
-
-def test_long_lines_have_five_words():
-    assert long_lines("a b c d\na  b\tc d e\n") == ["a b c d e"]
 
 
 def test_load_text_names_missing_folder():
