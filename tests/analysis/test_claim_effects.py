@@ -2,14 +2,11 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 
-from cpt_lab.analysis import claims, run_table, statistics
+from cpt_lab.analysis import claims, run_table
 from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs, grids
-from cpt_lab.paths import results_dir
-from cpt_lab.sweeps import stores
 from tests.analysis.synthetic import by_arm, lost, rows_of
 
 pytestmark = [
@@ -347,30 +344,3 @@ def test_preregistered_runs_count_for_two_claims(golden):
     """Judge the committed runs of H3 only by the two claims that name them."""
     names = [claim.id for claim in claims.claims() if claim.id.startswith("deficit")]
     golden("claims/h3.txt", entries_text(run_table.committed("h3"), names) + "\n")
-
-
-def test_claim_effect_matches_independent_recount():
-    """Recompute one effect of the committed rows here, without the module."""
-    rows = stores.load_rows(results_dir() / "graph_facebook.jsonl")
-    (entry,) = claims.judge_claims(table(rows), ["gcn_aggregation"])
-    (effect,) = (e for e, _ in entry.effects if "facebook" in e.experiment.lower())
-    value = {}
-    for row in rows:
-        spec = row["spec"]
-        if spec["arm"] == "static 8" and spec["recipe"]["model"] == "gcn":
-            metrics = {
-                (m["name"], m["split"], m["when"], m["precision"]): m["value"]
-                for m in row["metrics"]
-            }
-            accuracy = metrics["accuracy", "test", "final", "q_max"]
-            value[spec["recipe"]["aggregation"], spec["seed"]] = accuracy
-    seeds = {
-        seed for kind, seed in value if kind == "fp" and ("quantized", seed) in value
-    }
-    differences = [
-        100 * (value["fp", s] - value["quantized", s]) for s in sorted(seeds)
-    ]
-    (on_test_nodes,) = effect.other_controls  # figure 5 has validation nodes
-    assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))
-    assert len(differences) > 3
-    assert not np.isnan(differences).any()

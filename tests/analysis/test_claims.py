@@ -31,16 +31,13 @@ from cpt_lab.analysis.claims import (
     combined,
     effect_verdict,
     judge,
-    judge_claims,
     verdict,
 )
 from cpt_lab.analysis.effects import Effect
 from cpt_lab.analysis.estimates import holm
 from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs, grids
-from cpt_lab.experiments.registry import recipe
 from cpt_lab.paths import paper_dir
-from cpt_lab.studies.h7.arms import CASES
 from tests.analysis.synthetic import by_arm, runs_of
 
 IDS = {claim.id: claim for claim in claims()}
@@ -75,11 +72,6 @@ VERDICTS = [  # test, margin, low, high, n, verdict
 @pytest.mark.parametrize(("test", "margin", "low", "high", "n", "expected"), VERDICTS)
 def test_verdict_follows_interval_and_margin(test, margin, low, high, n, expected):
     assert verdict(test, margin, ((low + high) / 2, low, high), n) == expected
-
-
-def test_verdict_rejects_unknown_rule():
-    message = "unknown test 'better'; choose from more, no_worse"
-    refused(message, verdict, "better", 0, (0, 0, 0), 3)
 
 
 LETTERS = {
@@ -152,19 +144,6 @@ def test_holm_corrects_within_one_scale(scale, other, monkeypatch):
     assert words == [CONFIRMED, OPEN, OPEN]
 
 
-@pytest.mark.parametrize(("sign", "word"), [(1, CONFIRMED), (-1, CONTRADICTED)])
-def test_correlation_claim_needs_three_seeds(sign, word):
-    def value(spec):
-        return 0.5 + 0.1 * sign * float(spec.schedule.bits().mean())
-
-    claim = replace(IDS["cost_decides"], test="correlation")
-    runs = runs_of(demo(), value)
-    assert judge(claim, runs).verdict(False) == word
-    two = judge(claim, runs[runs["seed"] < 2])
-    assert two.verdict(False) == OPEN
-    assert two.verdicts()[1] == "open: fewer than 3 seeds on digits"
-
-
 # --- the table of claims --------------------------------------------------------------------------
 
 
@@ -182,25 +161,6 @@ def test_claims_reject_unknown_measure(monkeypatch):
     listed.loc[0, "measure"] = "guess"
     monkeypatch.setattr(pd, "read_csv", lambda *a, **k: listed)
     refused("unknown measure of claim ptb_costs 'guess'; the nearest of", claims)
-
-
-@pytest.mark.slow
-def test_claim_needs_name_missing_runs():
-    found = {claim.id: rules.needs(claim) for claim in claims()}
-    assert found["products_fanout"] == (
-        "Not run: needs sage on OGBN-Products, 24 runs at paper scale (`ogbn-products/fanout`)."
-    )
-    pattern = re.compile(r"\d+ runs? at|no grid lists")
-    assert all(pattern.search(text) for text in found.values())
-
-
-@pytest.mark.slow
-def test_coverage_counts_claims_with_effects():
-    """Count a measured claim, a computed one, and one without runs."""
-    runs = runs_of(demo())
-    names = ["cpt_improves", "products_fanout", "detection_saves"]
-    assert rules.coverage(judge_claims(runs, names)) == (2, 1)
-    assert rules.coverage(judge_claims(runs.iloc[:0], names)) == (1, 2)
 
 
 # --- levels: quality at full bits, beside every effect --------------------------------------------
@@ -237,20 +197,6 @@ def test_quality_text_spans_recipes_and_perplexities():
     assert levels.quality_text(first) == "perplexity 4.00"
     assert levels.quality_text(runs).startswith("perplexity 4.00 to ")
     assert levels.quality_text(runs.iloc[:0]) == ""
-
-
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("cifar10-jpeg", "1.4 epochs of 10,000 images of 16 x 16"),
-        ("gcn", "64 epochs of the whole graph"),
-        ("ptb", "2.1 passes over 100,000 words"),
-        ("", "64,000 steps"),
-    ],
-)
-def test_training_text_states_epochs_or_steps(case, text):
-    r = CASES[case].recipe if case else recipe("paper", "cifar10")
-    assert levels.training_text(r) == text
 
 
 # --- dates of rules: a changed rule needs a new date, and older rows are marked -------------------

@@ -1,4 +1,4 @@
-"""Rendering of tables as text, Markdown, HTML and CSV files that spreadsheets do not evaluate."""
+"""Pages in HTML, and tables in CSV files that spreadsheets do not evaluate."""
 
 import ast
 import re
@@ -6,37 +6,15 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from jinja2 import UndefinedError
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.metrics import METRICS, interval_text, intervals, plural
-from cpt_lab.analysis.rendering import Section, contents, markdown, render, terminal
+from cpt_lab.analysis.rendering import Section, contents, render
 from cpt_lab.analysis.spreadsheets import FORMULA_STARTS, without_formula, write_csv
-from cpt_lab.experiments.schema import Metric
 from cpt_lab.paths import ROOT, paper_dir
-
-FRAME = pd.DataFrame({"arm": ["CR", "static 8"], "n": [3, 12]})
 
 
 def page(*sections):
     return render("page.html.j2", title="T", notes=[], sections=sections)
-
-
-def test_table_renders_as_text_and_markdown():
-    assert terminal(FRAME) == "arm        n\nCR         3\nstatic 8  12"
-    lines = markdown(FRAME).split("\n")
-    assert lines == ["| arm | n |", "| --- | --- |", "| CR | 3 |", "| static 8 | 12 |"]
-
-
-def test_page_renders_table_with_glossary():
-    shown = page(Section("numbers", table=FRAME, style="left"))
-    assert '<th><a class="word" href="#word-1">arm</a></th><th>n</th>' in shown
-    meaning = (
-        "One setting that an experiment compares: a schedule or a static precision."
-    )
-    assert f'<dt id="word-1">arm</dt><dd>{meaning}' in shown
-    assert "<tr><td>static 8</td><td>12</td></tr>" in shown
-    assert '<table class="left">' in shown
 
 
 @pytest.mark.slow
@@ -99,28 +77,6 @@ def test_contents_group_experiments_by_settings():
     assert f'<a href="#part-6">{settings[0]}, paper scale</a>' in part
     for tag, count in (("ul", 3), ("li", 6)):
         assert part.count(f"<{tag}>") == part.count(f"</{tag}>") == count
-
-
-def test_page_folds_lists_in_tables():
-    frame = pd.DataFrame({"claim": ["x", "y"], "evidence": [["one", "two"], []]})
-    shown = page(Section("claims", table=frame))
-    assert "<summary>2 effects</summary><ul><li>one</li><li>two</li></ul>" in shown
-    assert shown.count("<details>") == 1
-
-
-def test_render_rejects_missing_values():
-    with pytest.raises(UndefinedError, match="'sections' is undefined"):
-        render("page.html.j2", title="T", notes=[])
-
-
-def test_metric_text_formats_numbers():
-    nan = float("nan")
-    assert METRICS["accuracy"].text([0.123, nan]) == ["12.3", "–"]
-    lines = {"difference": [0.5, 0.5, nan], "low": [0.25, nan, nan], "high": 0.75}
-    shown = intervals(Metric("x", "x", factor=2.0), pd.DataFrame(lines))
-    assert shown == ["+1.0 [+0.5, +1.5]", "+1.0", ""]
-    assert interval_text(-0.5, -1, 0) == "-0.50 [-1.00, +0.00]"
-    assert [plural(n, "seed") for n in (0, 1, 2)] == ["0 seeds", "1 seed", "2 seeds"]
 
 
 # --- CSV files ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from helpers import refused
 
-from cpt_lab.analysis import claims, figure_data, reproduction
+from cpt_lab.analysis import figure_data, reproduction
 from cpt_lab.analysis.rendering import terminal
 from cpt_lab.analysis.run_table import committed, table
 from cpt_lab.experiments import designs
@@ -69,16 +69,6 @@ def test_settings_table_rejects_wrong_arguments(topic, dataset, message):
     refused(message, reproduction.settings_table, topic, specs)
 
 
-def test_claims_belong_to_one_section():
-    sections = [reproduction.section_of_claim(claim) for claim in claims.claims()]
-    assert set(sections) == set(reproduction.SECTIONS)
-    tables = reproduction.claims_tables(table([]))
-    assert sum(map(len, tables.values())) == len(sections)
-    nothing = tables["images"]
-    assert set(nothing["verdict"]) == {"not run"}
-    assert nothing["data and scale"].str.startswith("needs ").all()
-
-
 @pytest.mark.parametrize(
     ("seeds", "scale", "words"),
     [((10, 11, 12, 13), "background", ("+5.00", "n = 4")), ((10,), "demo", ("n = 5",))],
@@ -96,20 +86,6 @@ def test_claims_table_prefers_seeds_then_scale(seeds, scale, words):
     line = found.set_index("the paper says").loc[claim]
     assert f"{scale} scale (and 1 other experiment)" in line["data and scale"]
     assert all(word in line["measured"] for word in words)
-
-
-def test_printed_table_lists_every_paper_number():
-    runs = committed("language_ptb", "language_paper", "detection_scenes")
-    whole = reproduction.printed_table(runs=runs)
-    topics = [topic for topic in reproduction.SECTIONS if topic != "schedules"]
-    parts = [reproduction.printed_table(topic, runs.iloc[:0]) for topic in topics]
-    assert len(whole) == sum(map(len, parts)) == 25
-    unmeasured = whole["ours (+- std, or [95 %])"] == "not run"
-    assert whole["data and scale"][unmeasured].str.startswith("needs ").all()
-    measured = whole["data and scale"][~unmeasured]
-    assert len(measured) > 3
-    pattern = "paper scale|the paper's setting|stand-in: .* scale$"
-    assert measured.str.match(pattern).all()
 
 
 def test_specs_of_reads_committed_stores():

@@ -184,20 +184,6 @@ def test_figure_labels_every_arm_once(name, runs_of):
         assert sorted(names) == arms
 
 
-def test_point_labels_without_space_are_listed():
-    found = []
-    for _ in range(2):
-        with style.subplots(figsize=(3, 2)) as (_, ((ax,),)):
-            ax.plot([0, 1], [0, 1])
-            style.name_points(
-                ax, ["short", "long " * 60, "x"], [0, 1, 1], [0, 1, 1], ["#222222"] * 3
-            )
-        found.append([(t.get_text(), t.get_position()) for t in ax.texts])
-    assert [name for name, _ in found[0]] == ["short", "x"]
-    assert found[0] == found[1]  # at the same places again
-    assert ax.get_title(loc="left").startswith("no room to name: long long")
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_meets_contrast_and_size_limits(name):
     figure = drawn(name)
@@ -229,18 +215,6 @@ def test_text_colors_match_marker_hues():
     assert all(contrast("white", color) >= 4.5 for color in squares)
     assert len({*profiles.values(), static}) == 6
     assert min(map(luminance, profiles.values())) > 5 * luminance(static)
-
-
-def test_heading_breaks_at_semicolons():
-    with style.subplots(figsize=(4, 2)) as (figure, _):
-        style.set_finding(
-            figure,
-            "Quality rises with cost; none of ten schedules exceeds static 8, seven fall below",
-        )
-        broken = figure.get_suptitle().split("\n")
-        style.set_finding(figure, "short; and shorter")
-    assert broken[0] == "Quality rises with cost;"
-    assert figure.get_suptitle() == "short; and shorter"
 
 
 def test_caption_lies_below_legend():

@@ -16,7 +16,6 @@ from cpt_lab.analysis import (
     equal_cost,
     figure_data,
     int8_comparison,
-    metrics,
     paper_comparison,
     paper_numbers,
     predictors,
@@ -614,20 +613,6 @@ def test_cifar_gains_over_static_subtract_static_line():
 # --- numbers printed in the paper -----------------------------------------------------------------
 
 
-def test_paper_numbers_have_places_and_spreads():
-    listed = pd.read_csv(paper_dir() / "numbers.csv")
-    assert listed.place.str.len().gt(4).all()
-    assert listed.value.notna().all()
-    key = ["artefact", "dataset", "model", "arm", "minus", "q_max", "metric"]
-    assert not listed.duplicated(key).any()
-    table_1 = listed[listed.artefact == "table_1"]
-    assert table_1["std"].between(0.03, 0.2).all()
-    known = table_1[table_1.arm == "no deficit"].set_index("dataset")
-    assert known.value.to_dict() == {"cifar10": 92.23, "imagenet": 67.44}
-    assert known["std"].to_dict() == {"cifar10": 0.09, "imagenet": 0.12}
-    assert set(table_1["value"]) >= {92.08, 66.65}
-
-
 @pytest.mark.slow
 def test_paper_comparison_shows_runs_in_paper_units(golden):
     """Compare costs, differences, validation nodes, best epochs and lost runs with printed numbers."""
@@ -734,8 +719,3 @@ def test_figure_data_prefers_scale_and_seeds():
     two = runs_of(demo(q_max=[6, 8]))
     (found,) = figure_data.experiments("figure_3", two)
     assert set(found["q_max"]) == {6, 8}
-
-
-def test_metric_of_runs_is_that_of_task():
-    runs = runs_of(demo("pydoc", seeds=[0]), lambda s: 9.0, "perplexity")
-    assert metrics.metric_of(runs) == "perplexity"
