@@ -238,21 +238,6 @@ def test_append_row_fails_if_fsync_fails(store, monkeypatch):
     assert names_in(store) == ["first"]
 
 
-@pytest.mark.slow
-def test_append_row_time_is_linear(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-    def seconds(count):
-        start = time.process_time()
-        for i in range(count):
-            row = named_row(str(i), "x" * 2000)
-            stores.append_row(tmp_path / f"{count}.jsonl", row)
-        return time.process_time() - start
-
-    # 4 in proportion; 14 when each reads the whole file
-    assert seconds(1200) / seconds(300) < 8
-
-
 # --- check_writable -------------------------------------------------------------------------------
 
 

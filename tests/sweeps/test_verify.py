@@ -396,8 +396,3 @@ def test_verify_tolerances_are_stated_on_results_page():
         f"{verify.BAND} of accuracy and mAP (shares of 1), {percent:.0f} % of the perplexity",
     ):
         assert text in page
-
-
-def test_synthetic_rows_have_fields_of_real_rows(row):
-    assert PROVENANCE.keys() <= row["provenance"].keys()
-    assert verify.final(row_of(specs_of("CR")[0], 0.7)) == 0.7

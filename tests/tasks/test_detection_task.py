@@ -303,26 +303,6 @@ def test_average_precision_overlap_thresholds(overlap, metric, expected):
     assert result[metric] == pytest.approx(expected)
 
 
-def test_average_precision_equals_numpy_definition():
-    """Compare all-point and 11-point precision of one object and one detection per image."""
-    rng, n = np.random.default_rng(0), 40
-    hits, scores = rng.random(n) < 0.7, (1 + rng.permutation(n)) / n
-    pairs = [
-        (make_detections([A if hit else FAR], [score], [0]), picture([A], [0]))
-        for hit, score in zip(hits, scores, strict=True)
-    ]
-    is_right = hits[scores.argsort()[::-1]]
-    recall, exact = is_right.cumsum() / n, is_right.cumsum() / np.arange(1, n + 1)
-    envelope = np.maximum.accumulate(exact[::-1])[::-1]
-    area = (np.diff(recall, prepend=0) * envelope).sum()
-    points = np.arange(11) / 10
-    eleven = [envelope[recall >= point - 1e-12].max(initial=0) for point in points]
-    result = mean_average_precision(pairs)
-    assert 0.3 < area < 0.9
-    assert result["map50"] == pytest.approx(area, abs=1e-6)
-    assert result["map50_11point"] == pytest.approx(np.mean(eleven), abs=1e-6)
-
-
 def test_average_precision_rejects_images_without_objects():
     pairs = [(make_detections([A], [0.9], [0]), picture([], []))]
     refused("no object to be found on 1 images", mean_average_precision, pairs)

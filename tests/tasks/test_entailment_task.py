@@ -72,16 +72,6 @@ def words_of(rows):
     return {tuple(row[row > 0].tolist()) for row in rows}
 
 
-def test_entailment_epoch_has_every_pair_once():
-    task = EntailmentTask(spec(batch=128), CPU)
-    epoch = [next(task.batches(step)) for step in range(3)]
-    assert [len(batch.labels) for batch in epoch] == [128, 128, 44]
-    batches = [words_of(batch.pieces) for batch in epoch]
-    assert set.union(*batches) == words_of(task.data.train.tensors[0])
-    second_epoch = next(task.batches(3))
-    assert not torch.equal(second_epoch.pieces, epoch[0].pieces)
-
-
 def test_entailment_padding_is_neutral_in_float32():
     """Return equal logits for any padding, and for the mask that BERT makes itself."""
     wide, narrow = (
