@@ -464,6 +464,13 @@ def test_quantized_layer_rejects_foreign_weight_set_later(kind, place):
         assert model(x).shape == (3, 8)
 
 
+def test_quantized_layer_keeps_errors_of_plain_tensors():
+    message = "shapes cannot be multiplied|size mismatch|must match"
+    model = quantize_(two_layers())
+    with precision(model, 4):
+        refused(message, model, torch.ones(3, 7), error=RuntimeError)
+
+
 # --- tools --------------------------------------------------------------------------
 
 
