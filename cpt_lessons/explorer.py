@@ -5,6 +5,7 @@ the costs and the static rival of ``cpt_core``, with the constants taken from th
 its noise and the network of notebook 00. ``explorer.js`` is the page's own code.
 """
 
+import posixpath
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ def write_explorer(out: Path, home: str = "") -> Path:
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {out.parent}")
     code = {name: path.read_text(encoding="utf-8") for name, path in SCRIPTS.items()}
-    lesson = urljoin(home, LESSON) if home else ""
+    lesson = ""
+    if urlsplit(home).scheme:
+        lesson = urljoin(home, LESSON)
+    elif home:  # urljoin would drop ".." at the start
+        lesson = posixpath.join(posixpath.dirname(home), LESSON)
     write_text(
         out,
         render(

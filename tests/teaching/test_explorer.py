@@ -296,7 +296,9 @@ def test_explorer_page_is_self_contained_and_small(page):
     [
         ("index.html", ""),
         ("a/index.html", "a/"),
+        ("../a/index.html", "../a/"),
         ("https://example.org/x", "https://example.org/"),
+        ("https://example.org", "https://example.org/"),
         ("file:///tmp/index.html", "file:///tmp/"),
     ],
 )
