@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import cpt_core as cpt
+from cpt_core.numerics import NUMERICS
 from cpt_core.quantization.convert import layer_precisions
 
 pytestmark = pytest.mark.slow
@@ -242,6 +243,7 @@ def test_exported_program_equals_model(name):
         k.removesuffix(".codes") for k in program.state_dict if k.endswith(".codes")
     }
     assert case.codes is None or names == case.codes
+    assert int(program.state_dict["cpt_numerics"]) == NUMERICS
 
 
 def test_exported_program_stores_int8_weights(tmp_path):
