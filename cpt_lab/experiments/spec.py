@@ -9,7 +9,7 @@ True
 import hashlib
 import json
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
@@ -98,10 +98,13 @@ class RunSpec:
             self.q_grad, self.q_max, ladder=LADDERS[self.recipe.ladder]
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the canonical JSON form."""
+    def to_dict(self, schedule_json: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the canonical JSON form; ``schedule_json`` is that of the schedule, if it is known."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        parts = {"recipe": self.recipe.to_dict(), "schedule": self.schedule.to_dict()}
+        parts = {
+            "recipe": self.recipe.to_dict(),
+            "schedule": schedule_json or self.schedule.to_dict(),
+        }
         return {"version": SPEC_VERSION, **values, **parts}
 
     @classmethod
@@ -120,7 +123,13 @@ class RunSpec:
     @cached_property
     def key(self) -> str:
         """Sixteen hexadecimal digits that identify the run."""
-        return key_of(self.to_dict())
+        return key_of(self.to_dict(_schedule_json(self.schedule)))
+
+
+@lru_cache(maxsize=512)
+def _schedule_json(schedule: Schedule) -> dict[str, Any]:
+    """Return the JSON form of a schedule, which many specs share; it must not be changed."""
+    return schedule.to_dict()
 
 
 def run_spec(

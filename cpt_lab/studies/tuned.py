@@ -6,7 +6,7 @@ arms at these settings.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from cpt_core.validation import check_choice
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.case import NUM_OUTPUTS, Case
+from cpt_lab.sweeps.result_row import ResultRow
 from cpt_lab.sweeps.stores import load_rows
 
 RATE_FACTORS = (0.5, 1.0, 2.0)  # multiples of the recipe's learning rate
@@ -196,13 +197,18 @@ def _tune(study: TunedStudy, case: str) -> dict[str, _Tuning]:
     return _tune_from(study, case, path, (status.st_mtime_ns, status.st_size))
 
 
+@lru_cache(maxsize=4)
+def _rows_by_key(path: Path, version: tuple[int, int] | None) -> dict[str, ResultRow]:
+    """Return the rows of a file, none without a version."""
+    return {row["key"]: row for row in load_rows(path)} if version else {}
+
+
 @cache
 def _tune_from(
     study: TunedStudy, case: str, path: Path, version: tuple[int, int] | None
 ) -> dict[str, _Tuning]:
     """Return the learning rates of every arm by the rows of a file; ``version`` changes with the file."""
-    rows = {row["key"]: row for row in load_rows(path)} if version else {}
-    task = study.case(case)
+    rows, task = _rows_by_key(path, version), study.case(case)
 
     def tune(arm: str, setting: tuple[Schedule, int | None]) -> _Tuning:
         factors: list[float] = []
