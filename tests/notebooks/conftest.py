@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from notebook_dataflow import NOTEBOOKS
+from notebook_files import NOTEBOOKS
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)

@@ -15,9 +15,10 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from notebook_dataflow import FOLDER, NOTEBOOKS, PAPER, PREDICTING, code_cells, read
+from notebook_files import FOLDER, NOTEBOOKS, PREDICTING, code_cells, read
 
 import cpt_core as cpt
+from bench.lint.notebooks import PAPER
 from cpt_lab.data.loading import one_thread
 from cpt_lessons import exercises
 from cpt_lessons.demonstrations import held_out, tiny_problem

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 from matplotlib.figure import Figure
-from notebook_dataflow import NOTEBOOKS, read
+from notebook_files import NOTEBOOKS, read
 
 from bench import demo_check
 from cpt_lab.analysis import run_table

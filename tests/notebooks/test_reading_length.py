@@ -1,6 +1,6 @@
 """``book.reading_length``, and the number of lines of the method in notebook 00."""
 
-from notebook_dataflow import FOLDER, read
+from notebook_files import FOLDER, read
 
 from book.reading_length import MAX_WORDS, Count, count, sentences
 
