@@ -166,16 +166,6 @@ def test_claims_reject_unknown_measure(monkeypatch):
 # --- levels: quality at full bits, beside every effect --------------------------------------------
 
 
-def test_effect_level_ignores_number_of_cycles():
-    """Take the static arm of any number of cycles as the level."""
-    specs = demo(schedules=["CR"], static_bits=[], n_cycles=8)
-    specs += demo(schedules=["CR"], n_cycles=2)
-    runs = runs_of(specs, lambda s: 0.9 if s.arm == "static 8" else 0.5)
-    wanted = runs[runs["n_cycles"] == 8][levels.LEVEL_COLUMNS]
-    level = levels.level_of(levels.full_bits(runs), wanted.itertuples(False, None))
-    assert level == "static 8 reaches 90.0 %"
-
-
 def test_experiment_level_falls_back_to_best_arm():
     deficits = designs.deficit_scan("demo", "digits", seeds=range(3))
     runs = runs_of(deficits, lambda s: 0.5 if s.schedule.windows else 0.8)

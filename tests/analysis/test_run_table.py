@@ -52,13 +52,6 @@ def test_interval_of_few_or_equal_values():
     assert sides == (0, 1, 0, 1)
 
 
-@pytest.mark.parametrize(("margin", "small"), [(0.9, True), (0.6, False)])
-def test_estimate_is_small_within_margin(margin, small):
-    values = np.array([0.1, 0.4, 0.2, 0.7])
-    assert Estimate("a", "points", values, margin).small == small
-    assert Estimate("a", "points", -values, margin).small == small
-
-
 @pytest.mark.parametrize(
     ("pvalues", "adjusted"),
     [

@@ -430,21 +430,6 @@ def test_predictor_tables_identify_deciding_feature(golden):
     refused(message, predictors.predictors, runs_of(demo()))
 
 
-def test_rank_correlation_uses_common_seeds():
-    """Exclude seeds that only one arm has."""
-
-    def value(spec):
-        if spec.seed > 1:
-            return 99.0
-        return spec.relative_cost + 0.2 * (len(spec.arm) * (spec.seed + 1) % 3)
-
-    few = runs_of(demo(seeds=[0, 1]), value)
-    more = runs_of(demo(seeds=range(4)), value)
-    extra = more[(more["arm"] == "RR") & (more["seed"] > 1)]
-    both = predictors.rank_correlation(pd.concat([few, extra]))
-    assert both.equals(predictors.rank_correlation(few))
-
-
 # --- critical periods and the preregistered tests of CIFAR ----------------------------------------
 
 
