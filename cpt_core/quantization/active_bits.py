@@ -97,6 +97,10 @@ class AffineGrids:
         """Return ``round_operand(role, x)``; ``along`` is the dimension over which the operation sums."""
         return round_operand(role, x)
 
+    def to_nearest(self) -> AffineGrids:
+        """Return grids on which no level asks for stochastic rounding; roles still may."""
+        return self
+
     def priced(self, levels: RoleLevels) -> RoleLevels:
         """Return the format that each role is priced at: bits of a grid, 32 for float32, or a number format."""
         formats = [FULL_PRECISION if level is None else level for level in levels]

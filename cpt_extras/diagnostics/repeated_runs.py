@@ -297,7 +297,7 @@ def _evaluation_mode(
     modules = [m for m in model.modules() if not isinstance(m, LayerPrecision)]
     modes = [(m, m.training) for m in modules]
     layers = [
-        (p, p.training, p.calibrated, p._roles, p.active_levels, p.is_fixed)
+        (p, p.training, p.calibrated, p._roles, p.grids, p.active_levels, p.is_fixed)
         for p in precisions.values()
     ]
     for m in modules:
@@ -306,16 +306,18 @@ def _evaluation_mode(
         p.is_fixed = True  # no scheduler changes the bits
         p.train(False)
         p._roles = tuple((role, replace(q, rounding="nearest")) for role, q in p._roles)
+        p.grids = p.grids.to_nearest()
         p.active_levels = p.active_levels
     try:
         yield
     finally:
         for m, training in modes:
             m.training = training
-        for p, training, calibrated, roles, levels, is_fixed in layers:
+        for p, training, calibrated, roles, grids, levels, is_fixed in layers:
             p.training = training
             p.calibrated = calibrated
             p._roles = roles
+            p.grids = grids
             p.is_fixed = is_fixed
             p.active_levels = levels
 

@@ -14,6 +14,7 @@ delays, allocation and range test work on any ladder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -84,6 +85,17 @@ class FormatLadder:
                 "ladder.filled() holds each format until the next"
             )
         return self._levels[level]
+
+    def to_nearest(self) -> FormatLadder:
+        """Return a ladder whose levels leave the rounding to the role where they ask for stochastic rounding."""
+        return type(self)(
+            {
+                level: replace(quantizer, rounding=None)
+                if quantizer.rounding == "stochastic"
+                else quantizer
+                for level, quantizer in self._levels.items()
+            }
+        )
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the levels, so that ``3 in ladder`` tests for a level."""

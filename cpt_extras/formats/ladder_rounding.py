@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -165,6 +166,12 @@ class LadderGrids(AffineGrids):
         arranged = rotate(arranged, size, precision.key) if size else arranged
         result = rounded(role, arranged)
         return result if along == -1 else result.transpose(along, -1)
+
+    def to_nearest(self) -> LadderGrids:
+        """Return a copy on which no level asks for stochastic rounding."""
+        grids = copy(self)
+        grids.ladders = RoleLevels(*(ladder.to_nearest() for ladder in self.ladders))
+        return grids
 
     def priced(self, levels: RoleLevels) -> RoleLevels:
         """Return the price class of every role: the bits of a grid, 32 for float32, or a number format."""

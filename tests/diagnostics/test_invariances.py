@@ -497,3 +497,16 @@ def test_exact_sums_match_grouped_matmul():
     expected = torch.cat([x[:2] @ experts[0], x[2:] @ experts[2]])
     assert result.dtype == torch.float32
     assert torch.allclose(result, expected, atol=1e-4)
+
+
+def test_invariances_ignore_noise_of_ladders():
+    forward = FormatLadder({4: "nvfp4"})
+    noisy = FormatLadder({4: "nvfp4:rounding=stochastic"})
+    ladders = {"activation": forward, "weight": forward, "gradient": noisy}
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
+    model = quantize_(layers, QuantConfig(ladder=ladders))
+    with precision(model, 4, q_grad=4):
+        found = check(model, (torch.randn(5, 10, 32),))
+        assert model[0].precision.quantizers["grad"].rounding == "stochastic"
+    assert "BROKEN" not in str(found)
