@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.extensions import formats as formats
     from cpt_core.extensions import kernels as kernels
     from cpt_core.extensions import quantize as quantize
+    from cpt_core.extensions import recipes as recipes
     from cpt_core.extensions import search as search
     from cpt_core.extensions import solve_schedule as solve_schedule
     from cpt_core.graphs.graph import Graph as Graph

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # public names of cpt_extras that cpt_core re-exports
     from cpt_extras.formats.format import FORMATS as FORMATS
     from cpt_extras.formats.format import Format as Format
     from cpt_extras.formats.ladder import FormatLadder as FormatLadder
+    from cpt_extras.formats.recipes import recipes as recipes
     from cpt_extras.formats.tensor_rounding import quantize as quantize
     from cpt_extras.int8.export import export as export
     from cpt_extras.kernels.backend import backend as backend
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # public names of cpt_extras that cpt_core re-exports
 EXTENSIONS = {
     "kernels": "cpt_extras.kernels.backend",  # C++ and Triton: the same bits, faster
     "formats": "cpt_extras.formats.ladder_rounding",  # number formats other than the paper's grids
+    "matmuls": "cpt_extras.formats.matmul_rounding",  # operands that are rounded for each matmul of a layer
     "prices": "cpt_extras.formats.prices",  # costs of a training step other than BitOps
     "layered": "cpt_extras.search.layered",  # schedules of groups of layers
     "roles": "cpt_extras.search.role_schedules",  # schedules of weights, activations and gradients

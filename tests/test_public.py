@@ -28,7 +28,7 @@ PACKAGES = ["cpt_core", *(f"{home}.{name}" for name, home in SUBPACKAGES.items()
 TOP_LEVEL = """
 BitOpsLedger CyclicSchedule DeficitSchedule DelayedSchedule FORMATS Format FormatLadder FunctionSchedule Graph GraphConv
 LayeredSchedule PrecisionScheduler QuantConfig QuantizationWarning RoleSchedules SAGEConv SUITE StaticSchedule
-backend check count_bitops export make_schedule precision quantize quantize_ restore_ schedule_from_dict
+backend check count_bitops export make_schedule precision quantize quantize_ recipes restore_ schedule_from_dict
 solve_schedule summary bitops diagnostics formats kernels quantization schedules search
 """
 TORCH_FREE = (
@@ -46,6 +46,7 @@ TORCH_FREE = (
     "cpt_extras.formats.ladder",
     "cpt_extras.formats.prices",
     "cpt_extras.formats.quantizer",
+    "cpt_extras.formats.recipes",
     "cpt_extras.optional_libraries",
     "cpt_extras.progress",
     "cpt_extras.search.allocation",

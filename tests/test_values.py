@@ -188,6 +188,7 @@ VALUES = {
     "out_feats": 3,
     "over": "time",
     "partial": True,
+    "rows": 1,
     "power": 2.0,
     "profile": cpt.schedules.Rex(0.5),
     "progress": False,

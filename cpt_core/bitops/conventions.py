@@ -12,17 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cpt_core.schedules.schedule import PASS_OPERANDS
+
 if TYPE_CHECKING:
     from cpt_core.quantization.op_interception import Operation
 
 CONVENTIONS = ("paper", "per_op")
-# pass -> roles of its operands: y = x w; dx = dy w; dw = x dy
-PASS_OPERANDS = {
-    "forward": ("activation", "weight"),
-    "error": ("error", "weight"),
-    "weight": ("weight_gradient", "activation"),
-}
-
 # kinds of work besides the matmul or convolution of a layer, values of ``Operation.part``
 AGGREGATION = "aggregation"
 GATES = "gates"

@@ -33,7 +33,6 @@ from torch import nn
 from cpt_core import extensions
 from cpt_core.bitops.conventions import (
     CONVENTIONS,
-    PASS_OPERANDS,
     priced_passes,
     row_name,
 )
@@ -52,7 +51,7 @@ from cpt_core.quantization.convert import all_precisions, precision_of
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import RoleLevels, Schedule
+from cpt_core.schedules.schedule import PASS_OPERANDS, RoleLevels, Schedule
 from cpt_core.validation import check_bits, check_choice, check_inputs, check_types
 
 if TYPE_CHECKING:

@@ -11,15 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cpt_core.bitops.conventions import PASS_OPERANDS, is_matmul, row_name
+from cpt_core.bitops.conventions import is_matmul, row_name
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import RoleLevels
+from cpt_core.schedules.schedule import Formats
 
 if TYPE_CHECKING:
     from cpt_core.quantization.op_interception import Operation
 
 MAX_LISTED_LAYERS = 3
-Formats = RoleLevels  # one format per role
+
+
 IN_FLOAT32 = Formats(FULL_PRECISION, FULL_PRECISION, FULL_PRECISION, FULL_PRECISION)
 
 
@@ -105,7 +106,7 @@ class Tally:
     ) -> None:
         """Add passes of an operation, ``times`` times."""
         for name in passes:
-            first, second = (getattr(formats, role) for role in PASS_OPERANDS[name])
+            first, second = formats.operands(name)
             key = CountedPass(row_name(operation), name, first, second)
             macs = times * operation.macs
             self.macs[key] += macs

@@ -15,7 +15,7 @@ from torch import Tensor
 from cpt_core.quantization.roles import Quantizer, level_field, weight_gradient_role
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import RoleLevels
+from cpt_core.schedules.schedule import Formats, RoleLevels
 
 ALL_FLOAT32 = RoleLevels(None, None, None, None)
 # float32 has 24 significant bits, so a grid of 24 bits or more would change nothing
@@ -76,7 +76,8 @@ class ActiveBits:
 class AffineGrids:
     """Meaning of levels on the paper's grids: q is the uniform grid of q bits, 24 and more is float32.
 
-    A subclass may change the meaning of a level, the levels that a layer supports, and how an operand is rounded.
+    A subclass may change the meaning of a level, the levels that a layer supports, how an operand is rounded, and which
+    operands a matmul rounds.
     """
 
     def resolve(self, levels: RoleLevels | None, roles: Roles) -> ActiveBits:
@@ -101,10 +102,38 @@ class AffineGrids:
         """Return grids on which no level asks for stochastic rounding; roles still may."""
         return self
 
-    def priced(self, levels: RoleLevels) -> RoleLevels:
-        """Return the format that each role is priced at: bits of a grid, 32 for float32, or a number format."""
+    def multiply(
+        self,
+        precision: Any,
+        compute: Callable[..., Tensor],
+        operands: tuple[Tensor, Tensor, Tensor | None],
+        roles: tuple[str | None, str | None],
+        gradient: str,
+        along: tuple[int | None, int | None],
+    ) -> Tensor:
+        """Return ``compute`` of rounded operands, with a rounded output gradient; see ``LayerPrecision.quantized``.
+
+        Every tensor is rounded once, for all matmuls that take it.
+        """
+        first, second, bias = operands
+        rounded_bias = (
+            None if bias is None else precision.round_operand("bias", bias, None)
+        )
+        if roles[0] is not None:
+            role = precision.layer_role(roles[0])
+            first = precision.round_operand(role, first, along[0])
+        if roles[1] is not None:
+            role = precision.layer_role(roles[1])
+            second = precision.round_operand(role, second, along[1])
+        y: Tensor = precision.matmul_with_quantized_grad(
+            compute, first, second, rounded_bias, role=precision.layer_role(gradient)
+        )
+        return y
+
+    def priced(self, levels: RoleLevels) -> Formats:
+        """Return the format that each role is priced at."""
         formats = [FULL_PRECISION if level is None else level for level in levels]
-        return RoleLevels(*formats)
+        return Formats(*formats)
 
     def describe(self, active: ActiveBits) -> str:
         """Return the active bits as text, such as "bits=4, q_grad=8"."""

@@ -302,7 +302,7 @@ def _add_precision(
     precision.to(next((p.device for p in module.parameters()), None))
     precision.execution = config.execution
     if config.ladder is not None:
-        precision.grids = extensions.load("formats").LadderGrids.for_module(
+        precision.grids = extensions.load("formats").grids_for_module(
             config.ladder, module, kind
         )
     precision.has_weights = isinstance(module, LAYERS_OF_TORCH) or kind == "graph"

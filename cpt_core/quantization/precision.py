@@ -304,15 +304,7 @@ class LayerPrecision(nn.Module):
             gradient: role of the output gradient.
             along: dimension of the first and second operand over which the operation sums; None for the role's own.
         """
-        first, second, bias = operands
-        rounded_bias = None if bias is None else self.round_operand("bias", bias, None)
-        if roles[0] is not None:
-            first = self.round_operand(self.layer_role(roles[0]), first, along[0])
-        if roles[1] is not None:
-            second = self.round_operand(self.layer_role(roles[1]), second, along[1])
-        return self.matmul_with_quantized_grad(
-            compute, first, second, rounded_bias, role=self.layer_role(gradient)
-        )
+        return self.grids.multiply(self, compute, operands, roles, gradient, along)
 
     def quantize_operand(
         self, role: str, x: Tensor, along: int | None = None

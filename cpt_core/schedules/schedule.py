@@ -51,6 +51,25 @@ class RoleLevels(NamedTuple):
     weight_gradient: Any
 
 
+# pass -> roles of its operands: y = x w; dx = dy w; dw = x dy
+PASS_OPERANDS = {
+    "forward": ("activation", "weight"),
+    "error": ("error", "weight"),
+    "weight": ("weight_gradient", "activation"),
+}
+
+
+class Formats(RoleLevels):
+    """Format that each role is priced at: bits of a grid, 32 for float32, or a number format."""
+
+    __slots__ = ()
+
+    def operands(self, pass_name: str) -> tuple[Any, Any]:
+        """Return the formats of the two operands of a pass, a key of ``PASS_OPERANDS``."""
+        first, second = PASS_OPERANDS[pass_name]
+        return getattr(self, first), getattr(self, second)
+
+
 Levels = RoleLevels  # the name in whole-model pickles of release 0.3.0
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from cpt_core.bitops.conventions import (
     CONVENTIONS,
-    PASS_OPERANDS,
     priced_passes,
     row_name,
 )
@@ -21,6 +20,7 @@ from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
+from cpt_core.schedules.schedule import PASS_OPERANDS
 from cpt_core.validation import check_choice, check_types
 from cpt_extras.diagnostics.native_counting import NativeCountingMode
 from cpt_extras.formats.prices import price_table, total_prices

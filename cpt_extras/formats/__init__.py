@@ -10,6 +10,8 @@ The parts:
 - ``ladder``: a ``FormatLadder`` maps the levels of schedules to formats. ``ladder_rounding`` uses it in layers, instead
   of the core's ``AffineGrids``: it finds the active format of every role, checks which levels a layer supports, and
   arranges blocks along the dimension over which an operation sums.
+- ``recipes`` names recipes of the field, such as NVIDIA's for NVFP4; ``matmul_rounding`` rounds the operands of each of
+  the three matmuls of a linear layer for itself, as they do.
 - ``format_rounding`` is the arithmetic in plain torch, equal to ml_dtypes on all values; ``tensor_rounding`` applies
   it, or a grid, to single tensors.
 - ``costs`` and ``prices`` price counted operations in units other than BitOps, each with its source.

@@ -44,6 +44,12 @@ OPERANDS_BY_PASS: Mapping[str, tuple[str, str]] = {
     "error": ("error", "weight"),
     "weight": ("weight_gradient", "activation"),
 }
+# the same where both operands of a backward matmul have the format of the gradient, see ``matmul_rounding``
+OPERANDS_PER_MATMUL: Mapping[str, tuple[str, str]] = {
+    "forward": ("activation", "weight"),
+    "error": ("error", "error"),
+    "weight": ("weight_gradient", "weight_gradient"),
+}
 
 
 def _free(*formats: Format) -> float:
@@ -94,14 +100,19 @@ class Cost:
         )
         return macs * self.per_mac(a, b) + transfers
 
-    def step(self, operands: Operands) -> float:
+    def step(self, operands: Operands, per_matmul: bool = False) -> float:
         """Return the price of a training step per forward MAC: one forward and two backward matmuls of equal size.
 
         For a cost by elements, the price is per element, of matmuls whose operands and results have equal sizes.
+
+        Args:
+            operands: formats of all roles.
+            per_matmul: whether operands are rounded for every matmul, as ``OPERANDS_PER_MATMUL`` says.
         """
+        by_pass = OPERANDS_PER_MATMUL if per_matmul else OPERANDS_BY_PASS
         return sum(
             self.product(getattr(operands, a), getattr(operands, b))
-            for a, b in OPERANDS_BY_PASS.values()
+            for a, b in by_pass.values()
         )
 
 

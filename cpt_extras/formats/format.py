@@ -35,6 +35,7 @@ UNSCALED = "unscaled"  # granularity of elements without a scale
 MAX_AFFINE_BITS = (
     23  # float32 has 24 significant bits: finer affine grids change nothing
 )
+MAX_BLOCK_ROWS = 1024
 MAX_LISTED_BITS = 16  # formats of more bits do not list their values
 BITS_RANGE = {  # smallest and largest number of bits, by kind
     "affine": (1, MAX_AFFINE_BITS),
@@ -59,6 +60,8 @@ class Format:
         block: elements along the last dimension that share a scale; 0 for one scale per range.
         scale: format of a block's scale: "e8m0" (a power of two) or "e4m3", with one float32 scale per tensor.
         partial: the last block of a row may be shorter; else a row that ``block`` does not divide is an error.
+        rows: rows, along the second-last dimension, that a block covers: 16 in NVIDIA's 16 x 16 blocks of weights. The
+            last rows of a tensor may be fewer.
         saturate: numbers beyond the largest become the largest; else infinity, or NaN where there is none.
     """
 
@@ -71,6 +74,7 @@ class Format:
     scale: str = ""
     partial: bool = False
     saturate: bool = True
+    rows: int = 1
 
     least_exponent = FormerName("least_exponent", "min_exponent")
     greatest_exponent = FormerName("greatest_exponent", "max_exponent")
@@ -80,7 +84,8 @@ class Format:
         check_choice("kind of a format", self.kind, FORMAT_KINDS)
         check_types(type(self), vars(self))
         check_choice("specials", self.specials, SPECIALS)
-        for name in ("bits", "exponent", "mantissa", "block"):
+        check_int("rows of a block", self.rows, 1, MAX_BLOCK_ROWS)
+        for name in ("bits", "exponent", "mantissa", "block", "rows"):
             value = check_int(f"{name} of a format", getattr(self, name), 0)
             object.__setattr__(self, name, value)
         check_int(f"bits of {self.kind} formats", self.bits, *BITS_RANGE[self.kind])
@@ -89,6 +94,10 @@ class Format:
         elif self.exponent or self.mantissa or self.specials != "none":
             raise ValueError(
                 f"only minifloats have exponent, mantissa and specials, got {self!r}"
+            )
+        if self.rows > 1 and not self.block:
+            raise ValueError(
+                f"rows={self.rows} needs a format with blocks, got {self!r}"
             )
         if self.block or self.scale:
             has_both = self.block and self.scale
@@ -186,12 +195,14 @@ class Format:
 
     def __str__(self) -> str:
         """Return the name of the format; ``Format.of`` reads it."""
-        base = replace(self, partial=False, saturate=True)
+        base = replace(self, partial=False, saturate=True, rows=1)
         name = _NAMES.get(base) or base._composed_name()
         if self.partial:
             name += ":partial=1"
         if not self.saturate:
             name += ":saturate=0"
+        if self.rows > 1:
+            name += f":rows={self.rows}"
         return name
 
     def _composed_name(self) -> str:
@@ -258,7 +269,7 @@ class Format:
     @property
     def bits_per_element(self) -> float:
         """Bits in memory of an element with its share of a block's scale; scales of whole ranges are not counted."""
-        return self.bits + (8 / self.block if self.block else 0)
+        return self.bits + (8 / (self.block * self.rows) if self.block else 0)
 
     def values(self) -> Tensor:
         """Return all finite values of an element in order, float32, without a scale; 0 once.
@@ -305,7 +316,12 @@ def _default_specials(exponent: int, mantissa: int) -> str:
 
 _BLOCK_PREFIXES = {"e8m0": "mx", "e4m3": "nv"}  # of names, by the format of the scale
 _FLAG_VALUES = {"0": False, "1": True}
-FORMAT_OPTIONS = ("specials", "partial", "saturate")  # after the name of a format
+FORMAT_OPTIONS = (
+    "specials",
+    "partial",
+    "saturate",
+    "rows",
+)  # after the name of a format
 
 
 @lru_cache(maxsize=1024)
@@ -316,6 +332,9 @@ def _parse(text: str) -> Format:
     for part in parts:
         key, _, value = part.partition("=")
         check_choice("option of a format", key, FORMAT_OPTIONS)
+        if key == "rows" and value.isdecimal():
+            options[key] = int(value)
+            continue
         if key != "specials" and value not in _FLAG_VALUES:
             raise ValueError(f"option {key!r} of format {text!r} cannot be {value!r}")
         options[key] = _FLAG_VALUES.get(value, value)

@@ -20,6 +20,7 @@ its block, or of what shares its own range, NaN, so that loss scalers see it.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -85,6 +86,8 @@ def _in_blocks(
     x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None
 ) -> Tensor:
     check_blocks(x.shape, format)
+    if format.rows > 1:
+        return _in_tiles(x, low, width, format, key)
     size = x.shape[-1]
     rows = functional.pad(x, (0, -size % format.block)) if format.partial else x
     shape = rows.shape
@@ -105,6 +108,26 @@ def _in_blocks(
         scale = _two_scales(largest, range_scale, format)
     y = round_elements(rows, scale, format, key)
     return y.reshape(shape)[..., :size]
+
+
+def _in_tiles(
+    x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None
+) -> Tensor:
+    """Round blocks that cover several rows: the elements of a tile lie in one row of another tensor."""
+    has_ranges = format.scale == "e4m3" and low.numel() > 1
+    if x.dim() < 2 or has_ranges:
+        raise ValueError(
+            f"blocks of {format.rows} rows need a matrix, and NVFP4 one range for all of it; got shape "
+            f"{tuple(x.shape)} and {low.numel()} ranges"
+        )
+    num_rows, size = x.shape[-2:]
+    padded = functional.pad(x, (0, -size % format.block, 0, -num_rows % format.rows))
+    tiles = padded.unflatten(-1, (-1, format.block)).unflatten(-3, (-1, format.rows))
+    tiles = tiles.transpose(-3, -2)  # (..., tile rows, tile columns, rows, block)
+    one_row = replace(format, block=format.rows * format.block, rows=1)
+    rounded = _in_blocks(tiles.flatten(-2), low, width, one_row, key)
+    rounded = rounded.unflatten(-1, (format.rows, format.block)).transpose(-3, -2)
+    return rounded.flatten(-4, -3).flatten(-2)[..., :num_rows, :size]
 
 
 def _power_of_two(largest: Tensor, format: Format) -> Tensor:

@@ -18,12 +18,22 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from cpt_core.schedules.schedule import RoleLevels
 from cpt_core.validation import check_int, check_types, short_repr
 from cpt_extras.formats.costs import Operands, cost_named
 from cpt_extras.formats.format import FORMATS, MAX_AFFINE_BITS, Format
 from cpt_extras.formats.quantizer import FormatQuantizer
 
 MAX_LEVEL = 32
+
+
+class MatmulLadders(RoleLevels):
+    """Ladder of every role of layers that round operands for every matmul, see ``matmul_rounding``.
+
+    ``QuantConfig`` takes it as ``ladder``, and so do costs: both operands of a backward matmul have its level.
+    """
+
+    __slots__ = ()
 
 
 class FormatLadder:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpt_core import extensions
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.active_bits import (
     ALL_FLOAT32,
@@ -33,11 +34,11 @@ from cpt_core.quantization.roles import (
 )
 from cpt_core.quantization.rounding import num_steps
 from cpt_core.schedules.cost import FULL_PRECISION
-from cpt_core.schedules.schedule import RoleLevels
+from cpt_core.schedules.schedule import Formats, RoleLevels
 from cpt_core.validation import check_int
 from cpt_extras.formats.format import UNSCALED, Format, check_blocks
 from cpt_extras.formats.format_rounding import rotate
-from cpt_extras.formats.ladder import FormatLadder, as_ladder
+from cpt_extras.formats.ladder import FormatLadder, MatmulLadders, as_ladder
 from cpt_extras.formats.quantizer import FormatQuantizer, grid_of
 
 # Dimension over which an operation sums, by role of the operand, where it is not the last one.
@@ -130,6 +131,10 @@ class LadderGrids(AffineGrids):
                 f"{layer}: a Hadamard rotation belongs to both operands of the forward product of a linear layer, "
                 f"convolution or attention, with one size; got {size_list}"
             )
+        self._check_formats(requested, layer)
+
+    def _check_formats(self, requested: RoleLevels, layer: str) -> None:
+        """Raise ValueError for a format that does not fit the lengths of its sums."""
         for role, quantizer, lengths in zip(
             RoleLevels._fields, requested, self.lengths, strict=True
         ):
@@ -173,9 +178,9 @@ class LadderGrids(AffineGrids):
         grids.ladders = RoleLevels(*(ladder.to_nearest() for ladder in self.ladders))
         return grids
 
-    def priced(self, levels: RoleLevels) -> RoleLevels:
+    def priced(self, levels: RoleLevels) -> Formats:
         """Return the price class of every role: the bits of a grid, 32 for float32, or a number format."""
-        return RoleLevels(*map(_priced_format, self.ladders, levels))
+        return Formats(*map(_priced_format, self.ladders, levels))
 
     def describe(self, active: ActiveBits) -> str:
         """Return the active formats in words."""
@@ -193,6 +198,14 @@ class LadderGrids(AffineGrids):
         for role, ladder in self.ladders._asdict().items():
             descriptions[role] = {} if ladder == paper else ladder.to_dict()
         return descriptions if any(descriptions.values()) else {}
+
+
+def grids_for_module(ladders: RoleLevels, module: Any, kind: str) -> LadderGrids:
+    """Return the grids of a layer of a kind for the ladders of a ``QuantConfig``."""
+    grids_class = LadderGrids
+    if isinstance(ladders, MatmulLadders):
+        grids_class = extensions.load("matmuls").MatmulGrids
+    return grids_class.for_module(ladders, module, kind)
 
 
 def _priced_format(ladder: FormatLadder, level: int | None) -> Format | int:
@@ -353,7 +366,7 @@ def ladders_of(value: Any) -> RoleLevels:
     rest uncompiled, with equal results.
     """
     if isinstance(value, RoleLevels):
-        return RoleLevels(*map(as_ladder, value))
+        return type(value)(*map(as_ladder, value))
     is_by_role = isinstance(value, Mapping) and any(
         isinstance(key, str) for key in value
     )

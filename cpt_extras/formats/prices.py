@@ -18,7 +18,7 @@ from cpt_core.schedules.cost import Ladders, StepCost, step_cost, whole_bits
 from cpt_core.validation import check_bits
 from cpt_extras.formats.costs import COSTS, Operands, cost_named
 from cpt_extras.formats.format import Format
-from cpt_extras.formats.ladder import AFFINE, FormatLadder, as_ladder
+from cpt_extras.formats.ladder import AFFINE, FormatLadder, MatmulLadders, as_ladder
 from cpt_extras.optional_libraries import import_optional
 from cpt_extras.validation import check_float
 
@@ -88,7 +88,8 @@ def ladder_by_role(ladder: Any) -> tuple[FormatLadder, ...]:
         raise ValueError(
             f"ladder must be one, or a tuple of four, in the order of RoleLevels; got {ladder!r}"
         )
-    return tuple(map(as_ladder, ladder))
+    ladders = tuple(map(as_ladder, ladder))
+    return MatmulLadders(*ladders) if isinstance(ladder, MatmulLadders) else ladders
 
 
 def step_price(levels: Sequence[int], cost: str | None, ladder: Any) -> float:
@@ -102,7 +103,8 @@ def step_price(levels: Sequence[int], cost: str | None, ladder: Any) -> float:
     formats = []
     for role_ladder, level in zip(ladder_by_role(ladder), levels, strict=True):
         formats.append(role_ladder.priced(level))
-    return cost_named("bitops" if cost is None else cost).step(Operands(*formats))
+    cost_model = cost_named("bitops" if cost is None else cost)
+    return cost_model.step(Operands(*formats), isinstance(ladder, MatmulLadders))
 
 
 def relative_cost(

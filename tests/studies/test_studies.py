@@ -5,12 +5,14 @@ import re
 import subprocess
 from functools import cache
 
+import numpy as np
 import pandas as pd
 import pytest
 from helpers import refused
 
 from bench import sensitivities
 from cpt_lab.analysis import preregistered
+from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.run_table import committed, load, table
 from cpt_lab.experiments import grids
 from cpt_lab.experiments.spec import NotMeasuredError
@@ -217,3 +219,23 @@ def test_prices_of_switches_equal_hand_computation(case):
             list(by_hand(ARMS[arm])), abs=1e-3
         ), arm
     assert {"4/6", "forward late", "8/8"} <= set(found.index)
+
+
+def test_verdicts_hold_where_winner_is_not_dearer():
+    def compared(values, ratio):
+        effect = Estimate("a minus b", "points", np.array(values), 1.0)
+        ratios = dict.fromkeys(prices.PRICES, ratio)
+        return prices.Comparison("H0", "a", "b", ratios, [effect])
+
+    better, worse, alike = [1.0, 1.1, 0.9], [-1.0, -1.1, -0.9], [1.0, -1.0, 0.1]
+    for values, ratio, holds in (
+        (better, 0.5, True),
+        (better, 1.01, True),
+        (better, 1.1, False),
+        (worse, 0.5, False),
+        (worse, 1.1, True),
+        (alike, 1.01, True),
+        (alike, 0.9, False),
+        (alike, 1.1, False),
+    ):
+        assert compared(values, ratio).holds(prices.BITOPS) == holds
