@@ -29,7 +29,6 @@ from torch.nn import functional
 
 from cpt_core.quantization.active_bits import ActiveBits, Roles
 from cpt_core.quantization.fake_quantize import round_gradient
-from cpt_core.quantization.precision import HALF
 from cpt_core.quantization.roles import Quantizer, level_field, weight_gradient_role
 from cpt_core.schedules.schedule import Formats, RoleLevels
 from cpt_extras.formats.costs import OPERANDS_PER_MATMUL
@@ -103,11 +102,7 @@ class MatmulGrids(LadderGrids):
                 f"{layer}: a Hadamard rotation belongs to both operands of the forward matmul, with one size; got "
                 f"{sizes[0]} for activation, {sizes[1]} for weight"
             )
-        without_gradients = [
-            q and replace(q, hadamard=0) if i > 1 else q
-            for i, q in enumerate(requested)
-        ]
-        self._check_formats(RoleLevels(*without_gradients), layer)
+        self._check_formats(requested, layer)
 
     def multiply(
         self,
@@ -120,7 +115,7 @@ class MatmulGrids(LadderGrids):
     ) -> Tensor:
         """Return the product of a linear layer, whose operands are rounded for every matmul.
 
-        Operations of other kinds inside of the layer, such as those of an adapter, run as in the paper.
+        Matmuls of other kinds inside of the layer round their operands once, as in the paper.
         """
         names = [role and precision.layer_role(role) for role in roles]
         is_own = gradient == "linear_grad" and names[0] == "input"
@@ -180,7 +175,7 @@ def _multiply(
     first = precision.round_operand(roles[0], x.detach(), None)
     second = precision.round_operand(roles[1], weight.detach(), None)
     state = ForwardState.capture(precision, evaluates=False)
-    backward = partial(_gradients, precision, state, gradient, x.dtype in HALF)
+    backward = partial(_gradients, precision, state, gradient)
     y: Tensor = _Linear.apply(backward, first, second, x, weight)
     return y if bias is None else y + bias
 
@@ -245,7 +240,6 @@ def _gradients(
     precision: Any,
     state: ForwardState,
     role: str,
-    is_half: bool,
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -253,11 +247,12 @@ def _gradients(
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of input and weight, in the state of the forward pass."""
-    with in_state({precision: state}):
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    without_autocast = torch.autocast(gradient.device.type, enabled=False)
+    with in_state({precision: state}), without_autocast:
         active = precision.active_bits
-        dy, tokens = gradient.flatten(0, -2), x.flatten(0, -2)
-        if is_half:
-            dy, tokens = dy.float(), tokens.float()
+        dy = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
+        tokens = x.reshape(-1, x.shape[-1]).to(dtype)
         dx = dw = None
         if needs_input:
             is_rounded = active.formats.error is not None
@@ -265,7 +260,7 @@ def _gradients(
             rounded = _Rounding(precision, _rotation(error))
             steps = precision.grad_num_steps
             other = active.weight_for_error if is_rounded else None
-            w = rounded("", other, weight.float().t().contiguous(), steps)
+            w = rounded("", other, weight.to(dtype).t().contiguous(), steps)
             dx = rounded(role, error, dy, steps) @ w.t()
             dx = dx.reshape(x.shape).to(x.dtype)
         if needs_weight:

@@ -204,7 +204,10 @@ def role_prices(
         )
 
     by_role = np.stack([whole_bits("levels", role_levels) for role_levels in levels])
-    has_several_ladders = len(set(ladder_by_role(ladder))) > 1
+    # the ladders of a recipe have the same levels
+    has_several_ladders = (
+        not isinstance(ladder, MatmulLadders) and len(set(ladder_by_role(ladder))) > 1
+    )
     baseline = by_role.max(1).tolist() if has_several_ladders else [q_max] * 4
     all_steps = np.column_stack([by_role, baseline])
     combinations, indices = np.unique(all_steps, axis=1, return_inverse=True)

@@ -1,6 +1,7 @@
 """Recipes of the field for training in few bits, by name: formats, rounding and rotation of every operand.
 
-A recipe's level 4 is its four-bit format, 8 is MXFP8 and 16 is bfloat16, so that every schedule of bits works on it.
+A recipe's level 4 is its four-bit format, 8 is MXFP8 and 16 is bfloat16, both rounded to nearest. Levels between have
+the format of the next lower one, so that every schedule from 4 to 16 bits works on it.
 Linear layers round operands for every matmul (``matmul_rounding``), and everything else runs in float32. All of it is
 simulated in float32: this measures quality, not speed.
 
@@ -12,9 +13,10 @@ simulated in float32: this measures quality, not speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cpt_core.schedules.schedule import RoleLevels
 from cpt_core.validation import check_choice
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 LOW_LEVEL, HIGH_LEVEL, WIDE_LEVEL = 4, 8, 16
-WIDE_LADDER = FormatLadder(dict.fromkeys((LOW_LEVEL, HIGH_LEVEL, WIDE_LEVEL), "bf16"))
+HIGH_FORMAT, WIDE_FORMAT = "mxfp8_e4m3:rounding=nearest", "bf16:rounding=nearest"
+WIDE_LADDER = FormatLadder({LOW_LEVEL: WIDE_FORMAT, WIDE_LEVEL: WIDE_FORMAT}).filled()
+MIN_SHARE = 0.5  # of the weights in linear layers, below which there is a warning
 
 
 @dataclass(frozen=True)
@@ -48,48 +52,75 @@ class Recipe:
     def wide_layers(self, model: nn.Module) -> list[str]:
         """Return the names of the linear layers that stay in bfloat16, the last in the order of the model's modules."""
         names = _linear_layers(model)
-        count = math.ceil(self.wide_share * len(names))
+        count = min(math.ceil(self.wide_share * len(names)), len(names) - 1)
         return names[len(names) - count :]
 
     def quantize_(
-        self, model: nn.Module, wide: list[str] | None = None, **options: Any
+        self, model: nn.Module, wide: Sequence[str] | None = None, seed: int = 0
     ) -> nn.Module:
         """Convert the linear layers of a model in place, and return it; see ``cpt.quantize_``.
 
         Args:
             model: the model.
             wide: names of the linear layers that stay in bfloat16; None takes ``wide_layers``.
-            options: fields of the ``QuantConfig``, such as ``seed``.
+            seed: of the noise of stochastic rounding.
 
         Raises:
             ValueError: for a model without linear layers, and for a name that is no linear layer of it.
+
+        Warns:
+            QuantizationWarning: when linear layers hold less than half of the weights.
         """
         from cpt_core.quantization.convert import (
             QuantConfig,
             layer_precisions,
             quantize_,
         )
+        from cpt_extras.diagnostics.float32_weights import QuantizationWarning
         from cpt_extras.formats.matmul_rounding import MatmulGrids
 
         names = _linear_layers(model)
         if not names:
             raise ValueError(f"model: {type(model).__name__} has no linear layer")
-        wide_names = self.wide_layers(model) if wide is None else wide
-        for name in wide_names:
+        if wide is None:
+            wide = self.wide_layers(model)
+        elif not isinstance(wide, (list, tuple)):
+            raise ValueError(f"wide: expected a list of names of layers, got {wide!r}")
+        for name in wide:
             check_choice("wide", name, names)
-        quantize_(
-            model,
-            QuantConfig(ladder=self.ladders, **options),
-            filter_fn=lambda module, name: name in names,
-        )
+        share = _linear_share(model)
+        if share < MIN_SHARE:
+            warnings.warn(
+                f"linear layers, which a recipe quantises, hold {share:.0%} of the weights of "
+                f"{type(model).__name__}; the others run in float32",
+                QuantizationWarning,
+                stacklevel=2,
+            )
+
+        config = QuantConfig(ladder=self.ladders, seed=seed)
+        quantize_(model, config, filter_fn=lambda module, name: name in names)
         wide_ladders = RoleLevels(*[WIDE_LADDER] * 4)
         precisions = layer_precisions(model)
-        for name in wide_names:
+        for name in wide:
             module = model.get_submodule(name)
             precisions[name].grids = MatmulGrids.for_module(
                 wide_ladders, module, "linear"
             )
         return model
+
+
+def _linear_share(model: nn.Module) -> float:
+    """Return the share of linear layers in the weights of a model, without its embeddings."""
+    from torch import nn  # late: recipes are read without torch
+
+    linear = total = 0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        count = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+        total += count
+        linear += count if isinstance(module, nn.Linear) else 0
+    return linear / total if total else 1.0
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
@@ -104,7 +135,9 @@ def _ladders(
     """Return the ladders of a recipe from the formats of its level of four bits."""
     return MatmulLadders(
         *(
-            FormatLadder({LOW_LEVEL: low, HIGH_LEVEL: "mxfp8_e4m3", WIDE_LEVEL: "bf16"})
+            FormatLadder(
+                {LOW_LEVEL: low, HIGH_LEVEL: HIGH_FORMAT, WIDE_LEVEL: WIDE_FORMAT}
+            ).filled()
             for low in (forward, weight, error, weight_gradient)
         )
     )
@@ -153,7 +186,7 @@ recipes: Mapping[str, Recipe] = {
             "mxfp8",
             "NVIDIA, Recipes for pre-training LLMs with MXFP8, arXiv 2506.08027",
             "MXFP8 in e4m3 for all operands. Differs: scales are OCP's, rounded down, where the paper rounds them up.",
-            _ladders(*["mxfp8_e4m3"] * 4),
+            _ladders(*[HIGH_FORMAT] * 4),
         ),
         Recipe(
             "int4",

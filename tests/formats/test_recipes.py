@@ -223,16 +223,59 @@ def test_recipe_keeps_last_layers_wide():
         found = cpt.check(model, (x,))
     assert formats["layers.4.0"].startswith("activation=nvfp4, weight=nvfp4:rows=16")
     assert formats["layers.5.0"] == (
-        "activation=bf16, weight=bf16, error=bf16, weight_gradient=bf16"
+        "activation=bf16:rounding=nearest, weight=bf16:rounding=nearest, "
+        "error=bf16:rounding=nearest, weight_gradient=bf16:rounding=nearest"
     )
     assert "BROKEN" not in str(found)
     assert {row.layer for row in found.float32} == {"conv", "attention"}
     assert "float32 (not selected by quantize_)" in summary
 
 
+def test_recipe_leaves_one_layer_narrow():
+    assert recipes["nvfp4"].wide_layers(nn.Sequential(nn.Linear(32, 32))) == []
+
+
+def test_recipe_warns_where_little_is_linear():
+    model = nn.Sequential(nn.Conv1d(32, 64, 9), nn.Linear(32, 32))
+    with pytest.warns(cpt.QuantizationWarning, match="hold 5% of the weights"):
+        recipes["mxfp8"].quantize_(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (2, 3, 4, 32)])
+def test_recipe_takes_inputs_of_any_shape_and_type(shape, dtype):
+    torch.manual_seed(0)
+    layer = recipes["nvfp4"].quantize_(nn.Linear(32, 64).to(dtype))
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    with cpt.precision(layer, 4, q_grad=4):
+        layer(x).sum().backward()
+    assert (x.grad.dtype, x.grad.shape) == (dtype, x.shape)
+    assert layer.weight.grad.dtype == dtype
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_recipe_backward_ignores_autocast():
+    torch.manual_seed(0)
+    layer = recipes["mxfp8"].quantize_(nn.Linear(32, 32))
+    x, gradients = torch.randn(16, 32), []
+    for enabled in (False, True):
+        layer.zero_grad()
+        with cpt.precision(layer, 8, q_grad=8):
+            y = layer(x).square().sum()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                y.backward()
+        gradients.append(layer.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
 def test_recipe_rejects_wrong_models_and_names():
     refused("has no linear layer", recipes["nvfp4"].quantize_, nn.Conv1d(4, 4, 1))
     refused("unknown wide 'x'", recipes["nvfp4"].quantize_, Net(), wide=["x"])
+    refused("expected a list", recipes["nvfp4"].quantize_, Net(), wide="layers.5.0")
+    for name, match in (("mxfp4", "blocks of 64"), ("nvfp4", "blocks of 16")):
+        narrow = recipes[name].quantize_(nn.Linear(64, 40), wide=[])
+        with pytest.raises(ValueError, match=f"{match} .*error. do not divide its 40"):
+            cpt.PrecisionScheduler(narrow, cpt.StaticSchedule(4, 10), q_grad=4)
     odd = recipes["nvfp4"].quantize_(nn.Linear(20, 32), wide=[])
     with pytest.raises(
         ValueError, match=r"blocks of 16 .* do not divide its 20 features"
@@ -247,7 +290,9 @@ def test_recipes_have_levels_sources_and_names():
         assert "arXiv" in recipe.source or recipe.source.startswith("ours")
         assert len(recipe.about) > 40
         for ladder in recipe.ladders:
-            assert ladder.levels == (4, 8, 16)
+            assert ladder.levels == tuple(range(4, 17))
+            assert ladder.quantizer(7) == ladder.quantizer(4)
+            assert {ladder.quantizer(q).rounding for q in (8, 16)} == {"nearest"}
         assert f"| `{name}` | {recipe.source} |" in PAGE
         assert recipe.about in " ".join(PAGE.split())
 
@@ -298,6 +343,10 @@ def test_recipe_prices_backward_matmuls_at_gradient_level():
     ladders = recipes["nvfp4"].ladders
     late = (8 * 8 + 4 * 4 + 4 * 4) / (3 * 8 * 8)
     assert schedule.relative_cost(4, 8, ladder=ladders) == pytest.approx(late)
+    roles = cpt.RoleSchedules(
+        weight=schedule, activation=schedule, gradient=cpt.StaticSchedule(4, 5)
+    )
+    assert roles.relative_cost(q_max=8, ladder=ladders) == pytest.approx(late)
     rate = schedule.relative_cost(4, 8, cost="tensor_core", ladder=ladders)
     assert rate == pytest.approx((1 + 0.5 + 0.5) / 3)
     macs = 16 * 32 * 32
