@@ -71,12 +71,12 @@ class Recipe:
         Warns:
             QuantizationWarning: when linear layers hold less than half of the weights.
         """
+        from cpt_core import QuantizationWarning
         from cpt_core.quantization.convert import (
             QuantConfig,
             layer_precisions,
             quantize_,
         )
-        from cpt_extras.diagnostics.float32_weights import QuantizationWarning
         from cpt_extras.formats.matmul_rounding import MatmulGrids
 
         names = _linear_layers(model)
