@@ -81,7 +81,14 @@ def test_page_examples_run(example, tmp_path, monkeypatch):
 
 
 def test_page_examples_are_marked():
-    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 3, 2]
+    assert [page.values[0].count("```python") for page in EXAMPLES] == [
+        3,
+        1,
+        1,
+        1,
+        3,
+        2,
+    ]
 
 
 def test_readme_three_lines_run():
