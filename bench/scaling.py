@@ -430,6 +430,7 @@ CONSTANT = {
             "schedules.PROFILES",
             "FORMATS",
             "SUITE",
+            "recipes",
             "formats.COSTS",
         ),
         "a table",
