@@ -202,7 +202,7 @@ COSTS: Mapping[str, Cost] = {
             "32 x 32-bit MACs",
             "ours: a unit as wide as its wider operand",
             "The square of the bits of the wider operand, of 32^2: BitOps of a unit that has one width for both "
-            "operands. Where both have the same bits, as in the paper's inference, it is BitOps.",
+            "operands. Where both have the same bits it is BitOps.",
             per_mac=lambda a, b: _wider_bits(a, b) ** 2 / FLOAT32_BITS**2,
         ),
         Cost(

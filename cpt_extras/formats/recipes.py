@@ -1,9 +1,9 @@
 """Recipes of the field for training in few bits, by name: formats, rounding and rotation of every operand.
 
 A recipe's level 4 is its four-bit format, 8 is MXFP8 and 16 is bfloat16, both rounded to nearest. Levels between have
-the format of the next lower one, so that every schedule from 4 to 16 bits works on it.
-Linear layers round operands for every matmul (``matmul_rounding``), and everything else runs in float32. All of it is
-simulated in float32: this measures quality, not speed.
+the format of the next lower one, so that every schedule from 4 to 16 bits works on it. Linear layers round operands for
+every matmul (``matmul_rounding``), and everything else runs in float32. All of it is simulated in float32: this
+measures quality, not speed.
 
 >>> recipe = recipes["nvfp4"]
 >>> str(recipe.ladders.weight[4]), str(recipe.ladders.weight_gradient.quantizer(4))
@@ -39,7 +39,7 @@ class Recipe:
         name: key in ``recipes``.
         source: the publication.
         about: the recipe in words, and what differs from the publication.
-        ladders: ladder of every role, with levels 4, 8 and 16.
+        ladders: ladder of every role, with levels from 4 to 16.
         wide_share: share of the linear layers, the last ones, that stay in bfloat16.
     """
 
