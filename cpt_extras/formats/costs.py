@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cpt_core.schedules.schedule import PASS_OPERANDS
 from cpt_core.validation import check_choice
 from cpt_extras.formats.format import FLOAT32_BITS, FORMATS, Format
 
@@ -38,13 +39,7 @@ class Operands(NamedTuple):
     weight_gradient: Format
 
 
-# fields of Operands that a pass multiplies
-OPERANDS_BY_PASS: Mapping[str, tuple[str, str]] = {
-    "forward": ("activation", "weight"),
-    "error": ("error", "weight"),
-    "weight": ("weight_gradient", "activation"),
-}
-# the same where both operands of a backward matmul have the format of the gradient, see ``matmul_rounding``
+# as ``PASS_OPERANDS``, but both operands of a backward matmul have the format of the gradient (``matmul_rounding``)
 OPERANDS_PER_MATMUL: Mapping[str, tuple[str, str]] = {
     "forward": ("activation", "weight"),
     "error": ("error", "error"),
@@ -109,7 +104,7 @@ class Cost:
             operands: formats of all roles.
             per_matmul: whether operands are rounded for every matmul, as ``OPERANDS_PER_MATMUL`` says.
         """
-        by_pass = OPERANDS_PER_MATMUL if per_matmul else OPERANDS_BY_PASS
+        by_pass = OPERANDS_PER_MATMUL if per_matmul else PASS_OPERANDS
         return sum(
             self.product(getattr(operands, a), getattr(operands, b))
             for a, b in by_pass.values()

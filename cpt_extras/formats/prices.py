@@ -41,7 +41,7 @@ def layer_prices(tally: Tally) -> dict[str, dict[str, float]]:
 
 
 def _moved_elements(name: str, x: int, w: int, y: int) -> tuple[int, int, int]:
-    """Return the numbers of elements of a pass: of its operands, in the order of ``OPERANDS_BY_PASS``, and its result.
+    """Return the numbers of elements of a pass: of its operands, in the order of ``PASS_OPERANDS``, and its result.
 
     Args:
         name: of the pass.
