@@ -20,11 +20,14 @@ its block, or of what shares its own range, NaN, so that loss scalers see it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.quantization.rounding import MIN_SCALE, hash_noise, noise
 from cpt_extras.formats.format import FORMATS, UNSCALED, Format, check_blocks
@@ -47,6 +50,7 @@ def round_to_format(
     granularity: str,
     format: Format,
     key: Tensor | None,
+    in_blocks: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Round ``x`` to a format on a given range.
 
@@ -57,12 +61,13 @@ def round_to_format(
         granularity: of the ranges; ``UNSCALED`` rounds without a scale.
         format: number format.
         key: of the noise of stochastic rounding; None rounds to nearest.
+        in_blocks: replacement of ``round_blocks`` with equal results.
     """
     if format.is_identity:
         return x.clone()
     y = x.float()
     if format.block:
-        rounded = _in_blocks(y, low, width, format, key)
+        rounded = _in_blocks(y, low, width, format, key, in_blocks or round_blocks)
     elif format.kind == "affine":
         rounded = affine(y, low, width, format, key)
     elif granularity == UNSCALED or _is_wide_minifloat(format):
@@ -83,19 +88,21 @@ def _largest(low: Tensor, width: Tensor) -> Tensor:
 
 
 def _in_blocks(
-    x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    format: Format,
+    key: Tensor | None,
+    in_blocks: Callable[..., Tensor],
 ) -> Tensor:
     check_blocks(x.shape, format)
     if format.rows > 1:
-        return _in_tiles(x, low, width, format, key)
+        return _in_tiles(x, low, width, format, key, in_blocks)
     size = x.shape[-1]
     rows = functional.pad(x, (0, -size % format.block)) if format.partial else x
     shape = rows.shape
-    rows = rows.reshape(-1, format.block)
-    largest = torch.maximum(-rows.amin(-1, True), rows.amax(-1, True))
-    if format.scale == "e8m0":
-        scale = _power_of_two(largest, format)
-    else:
+    range_scale = None
+    if format.scale == "e4m3":
         largest_scaled = format.largest * BLOCK_SCALE_FORMAT.largest
         range_scale = (_largest(low, width) / largest_scaled).clamp_min(
             MIN_FORMAT_SCALE
@@ -105,13 +112,36 @@ def _in_blocks(
             by_row = range_scale.expand((*x.shape[:-1], 1))
             by_block = by_row.expand(*x.shape[:-1], blocks_per_row)
             range_scale = by_block.reshape(-1, 1)
-        scale = _two_scales(largest, range_scale, format)
-    y = round_elements(rows, scale, format, key)
+    y = in_blocks(rows.reshape(-1, format.block), range_scale, format, key)
     return y.reshape(shape)[..., :size]
 
 
+def round_blocks(
+    x: Tensor, range_scale: Tensor | None, format: Format, key: Tensor | None
+) -> Tensor:
+    """Round every row of a matrix as one block of a format.
+
+    Args:
+        x: float32, (blocks, elements).
+        range_scale: scale of the range of a block, 0-d or (blocks, 1); None for scales that are powers of two.
+        format: format with blocks.
+        key: of the noise of stochastic rounding; None rounds to nearest.
+    """
+    largest = torch.maximum(-x.amin(-1, True), x.amax(-1, True))
+    if range_scale is None:
+        scale = _power_of_two(largest, format)
+    else:
+        scale = _two_scales(largest, range_scale, format)
+    return round_elements(x, scale, format, key)
+
+
 def _in_tiles(
-    x: Tensor, low: Tensor, width: Tensor, format: Format, key: Tensor | None
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    format: Format,
+    key: Tensor | None,
+    in_blocks: Callable[..., Tensor],
 ) -> Tensor:
     """Round blocks that cover several rows: the elements of a tile lie in one row of another tensor."""
     has_ranges = format.scale == "e4m3" and low.numel() > 1
@@ -125,7 +155,7 @@ def _in_tiles(
     tiles = padded.unflatten(-1, (-1, format.block)).unflatten(-3, (-1, format.rows))
     tiles = tiles.transpose(-3, -2)  # (..., tile rows, tile columns, rows, block)
     one_row = replace(format, block=format.rows * format.block, rows=1)
-    rounded = _in_blocks(tiles.flatten(-2), low, width, one_row, key)
+    rounded = _in_blocks(tiles.flatten(-2), low, width, one_row, key, in_blocks)
     rounded = rounded.unflatten(-1, (format.rows, format.block)).transpose(-3, -2)
     return rounded.flatten(-4, -3).flatten(-2)[..., :num_rows, :size]
 
@@ -293,14 +323,27 @@ def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
         raise ValueError(
             f"rotations of {size} do not divide the last dimension of a tensor of shape {tuple(x.shape)}"
         )
-    walsh_2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
-    walsh = torch.ones(1, 1, device=x.device)
-    while len(walsh) < size:
-        walsh = torch.kron(walsh, walsh_2)
-
-    noise = hash_noise(torch.tensor(seed, device=x.device), size)
-    rotation = torch.where(noise[:, None] < 0, -walsh, walsh) * size**-0.5
+    is_plain = x.is_cpu and type(x) is Tensor and not is_in_torch_dispatch_mode()
+    if is_plain and not torch.compiler.is_compiling():
+        rotation = _cached_rotation(size, seed)
+    else:
+        rotation = _rotation(size, seed, x.device)
     if inverse:
         rotation = rotation.t()
     blocks = x.unflatten(-1, (-1, size))
     return matmul(blocks, rotation.to(x.dtype)).flatten(-2)
+
+
+def _rotation(size: int, seed: int, device: torch.device) -> Tensor:
+    """Return the matrix D H / sqrt(size), float32 (size, size)."""
+    walsh_2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device)
+    walsh = torch.ones(1, 1, device=device)
+    while len(walsh) < size:
+        walsh = torch.kron(walsh, walsh_2)
+    noise = hash_noise(torch.tensor(seed, device=device), size)
+    return torch.where(noise[:, None] < 0, -walsh, walsh) * size**-0.5
+
+
+@lru_cache(maxsize=256)
+def _cached_rotation(size: int, seed: int) -> Tensor:
+    return _rotation(size, seed, torch.device("cpu"))

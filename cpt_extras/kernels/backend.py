@@ -16,12 +16,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from cpt_core.validation import check_choice
 from cpt_extras.former_names import FormerName
-from cpt_extras.kernels import gemm_backend, operators
+from cpt_extras.kernels import gemm_backend, grids, operators
 
 BACKENDS = ("reference", "cpp", "triton")
 log = logging.getLogger(__name__)
@@ -120,6 +121,10 @@ def _load_cpp(forced: bool) -> tuple[str, str]:
                 "cpt_extras.kernels.cpp.spare_folders"
             ).load(str(error))
         operators.has_cpp_gradient = True
+        round_in_range = partial(
+            grids.round_in_range, in_blocks=grids.round_blocks_in_cpp
+        )
+        operators.LIBRARIES["cpt"].impl("round_in_range", round_in_range, "CPU")
         importlib.import_module("cpt_extras.kernels.layers")  # registers executors
         return "cpp", where
     except build.NoKernelsError as error:

@@ -12,8 +12,10 @@ named ``granularity`` may be such a grid.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from cpt_core.quantization import rounding
@@ -70,6 +72,7 @@ def round_in_range(
     grid: str,
     key: Tensor | None,
     clip: bool,
+    in_blocks: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Round to the grid of a given range, such as a stored one.
 
@@ -83,6 +86,7 @@ def round_in_range(
         grid: a grid string.
         key: noise key; None rounds to nearest.
         clip: whether to clip to the range.
+        in_blocks: replacement of ``format_rounding.round_blocks`` with equal results.
 
     Raises:
         ValueError: if the blocks of a format do not divide a row.
@@ -94,4 +98,33 @@ def round_in_range(
         return rounding.round_to_grid(x, low, width, levels, key, clip)
     from cpt_extras.formats.format_rounding import round_to_format
 
-    return round_to_format(x, low, width, granularity, format, key)
+    return round_to_format(x, low, width, granularity, format, key, in_blocks)
+
+
+def round_blocks_in_cpp(
+    x: Tensor, range_scale: Tensor | None, format: Format, key: Tensor | None
+) -> Tensor:
+    """Round blocks by the C++ operator, or in plain torch what it does not have; see ``round_blocks``.
+
+    It has formats that saturate, without the rare ones whose sums need float64, whose powers of two have no mantissa,
+    or whose elements keep infinity in blocks that have none.
+    """
+    has_plain_sums = (
+        1 <= format.mantissa <= 20 and format.max_exponent + 24 - format.mantissa <= 127
+    )
+    keeps_infinity = format.specials == "infinity" and range_scale is not None
+    is_symmetric = format.kind == "symmetric"
+    if not format.saturate or keeps_infinity or not (is_symmetric or has_plain_sums):
+        from cpt_extras.formats.format_rounding import round_blocks
+
+        return round_blocks(x, range_scale, format, key)
+    return torch.ops.cpt.round_blocks(
+        x,
+        range_scale,
+        format.mantissa,
+        0 if is_symmetric else format.min_exponent,
+        format.max_exponent,
+        format.largest,
+        is_symmetric,
+        key,
+    )

@@ -1,6 +1,7 @@
 """Rounding operators in C++ and Triton against plain torch, bit for bit."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from kernels.samples import FORMAT_GRIDS, has_range, samples
 from cpt_core.quantization import rounding
 from cpt_core.quantization.roles import Quantizer
 from cpt_core.quantization.rounding import RANGE_FUNCTIONS
+from cpt_extras.formats import format_rounding
 from cpt_extras.formats.format import Format
+from cpt_extras.formats.format_rounding import round_blocks
 from cpt_extras.formats.ladder_rounding import on_level
 from cpt_extras.formats.quantizer import FormatQuantizer
 from cpt_extras.kernels import grids, integer_reference, operators
@@ -212,6 +215,50 @@ def test_families_round_formats_identically(cpp_kernels, grid, key):
         if x.dtype != torch.float32:
             in_float32 = grids.fake_quantize(x.float(), N, grid, key)[0]
             assert identical([expected[0]], [in_float32.to(x.dtype)])
+
+
+BLOCK_FORMATS = (
+    "nvfp4",
+    "mxfp4",
+    "mxfp6_e3m2",
+    "mxfp8_e4m3",
+    "mxfp8_e5m2",
+    "mxint8",
+    "mx(symmetric4,32)",
+    "mx(e2m1,600)",
+    "mx(e4m3,32):saturate=0",
+    "mx(e3m0,32)",
+)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("key", [None, 7])
+def test_cpp_round_blocks_equals_plain_torch(cpp_kernels, name, key):
+    format, key = Format.of(name), as_key(key)
+    blocks = normal(90, format.block)
+    for x in (blocks, blocks * 1e-40, blocks * 1e37, blocks * blocks.exp(), blocks * 0):
+        x = x.clone()
+        x[:3, 1], x[3:6, 2], x[6:9, 3], x[9:12] = NAN, INF, -INF, 0
+        largest = x.nan_to_num(0, 0, 0).abs().amax(1, True) / format.largest / 448
+        scales = [None] if format.scale == "e8m0" else [largest.max(), largest]
+        for scale in scales:
+            scale = None if scale is None else scale.clamp_min(2.0**-126)
+            expected = round_blocks(x, scale, format, key)
+            found = grids.round_blocks_in_cpp(x, scale, format, key)
+            assert identical([found], [expected])
+            signs = [y.nan_to_num(7.0).signbit() for y in (found, expected)]
+            assert torch.equal(*signs)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS[:-2])
+def test_block_formats_run_in_cpp(cpp_kernels, name):
+    def fail(*_):
+        raise AssertionError("plain torch")
+
+    x = normal(64, Format.of(name).block)
+    with patch.object(format_rounding, "round_blocks", fail):
+        y = torch.ops.cpt.fake_quantize(x, N, f"per_tensor|{name}", None)[0]
+    assert not torch.equal(x, y)
 
 
 def test_affine_format_has_grid_of_its_bits():

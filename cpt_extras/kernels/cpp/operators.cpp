@@ -11,6 +11,7 @@
 #include <string>
 #include <tuple>
 
+#include "blocks.h"
 #include "graph.h"
 #include "grid.h"
 #include "integer.h"
@@ -152,7 +153,17 @@ optional<OnGrid> round_dense(const Tensor& x, Tensor out, const Tensor& levels, 
   return OnGrid{out, ranges[0], ranges[l->k1]};
 }
 
+Tensor round_in_range(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
+                      std::string_view grid, const optional<Tensor>& key, bool clip) {
+  return operator_named<decltype(round_in_range)>("cpt::round_in_range").call(x, low, width, levels, grid, key, clip);
+}
+
 Three fake_quantize(const Tensor& x, const Tensor& levels, std::string_view granularity, const optional<Tensor>& key) {
+  const auto format = granularity.find('|');
+  if (x.numel() > 0 && format != std::string_view::npos) {  // a number format on its own range
+    const auto [low, width] = range(x, granularity.substr(0, format));
+    return {round_in_range(x, low, width, levels, granularity, key, true), low, width};
+  }
   if (x.numel() > 0) {
     const Tensor held = dense(x);
     auto found = quantized(held, held.is_same(x) ? Tensor() : held, levels, std::string(granularity), key);
@@ -427,12 +438,16 @@ Tensor quantize_gradient(const Tensor& y, const Tensor& levels, const optional<T
 
 TORCH_LIBRARY_FRAGMENT(cpt, m) {
   m.def("quantize_gradient(Tensor y, Tensor levels, Tensor? key, str granularity) -> Tensor");
+  m.def(
+      "round_blocks(Tensor x, Tensor? range_scale, int mantissa, int min_exponent, int max_exponent, float largest, "
+      "bool is_symmetric, Tensor? key) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("range", range);
   m.impl("round_to_grid", round_to_grid);
   m.impl("fake_quantize", fake_quantize);
+  m.impl("round_blocks", round_blocks);
   m.impl("encode", encode);
   m.impl("affine_", affine_);
   m.impl("track_", track_);
