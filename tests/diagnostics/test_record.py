@@ -128,7 +128,6 @@ CONFIGS = {
     "ladder": cpt.QuantConfig(ladder=FORMATS),
     "gradients apart": cpt.QuantConfig(ladder=APART),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:this device:UserWarning")
 
 
 def made(kind, config="simulated"):

@@ -21,8 +21,6 @@ from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.convert import layer_precisions
 from cpt_extras.kernels.backend import reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:this device")
-
 GRAPH = Graph.from_edges(torch.arange(30) * 7 % 10, torch.arange(30) * 3 % 10, 10)
 ATTENTION = BertConfig(
     hidden_size=12,
