@@ -22,6 +22,7 @@ from cpt_lab.experiments.schema import (
     ACCURACY,
     CYCLIC_RULES,
     LATER,
+    OPTIMIZERS,
     Changes,
     Dataset,
     Deficits,
@@ -43,7 +44,8 @@ class ImageRecipe(Recipe):
         train_images, valid_images, test_images: how many are used; None means all. The validation images are held out
             of the training set; with 0 the best epoch is chosen on the test set, and the metric says so.
         lr_rule: "milestones"; "constant", without them; "cosine", from ``lr`` to 0 over all steps; "cyclic_falling",
-            the same in every cycle; or "cyclic_rising", from 0 to ``lr`` in every cycle.
+            the same in every cycle; "cyclic_rising", from 0 to ``lr`` in every cycle; or "wsd", warm-up, stable, decay.
+        optimizer: "sgd", or "adamw", which has no use for ``momentum``.
     """
 
     milestones: tuple[float, ...] = (0.5, 0.75)
@@ -55,11 +57,13 @@ class ImageRecipe(Recipe):
     valid_images: int = 0
     test_images: int | None = None
     lr_rule: str = field(default="milestones", metadata=LATER)
+    optimizer: str = field(default="sgd", metadata=LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rules = ("milestones", "constant", "cosine", *CYCLIC_RULES)
+        rules = ("milestones", "constant", "cosine", "wsd", *CYCLIC_RULES)
         check_choice("lr_rule", self.lr_rule, rules)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         if not all(0 <= share <= 1 for share in self.milestones):
             raise ValueError(
                 f"milestones must be shares of the steps, from 0 to 1, got {self.milestones!r}"

@@ -9,12 +9,14 @@ The metric is test perplexity. Embedded stand-in: characters of Python's referen
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpt_core.validation import check_choice
 from cpt_lab.experiments.schema import (
     CYCLIC_RULES,
+    LATER,
+    OPTIMIZERS,
     Changes,
     Dataset,
     Experiment,
@@ -25,19 +27,22 @@ from cpt_lab.experiments.schema import (
 
 @dataclass(frozen=True)
 class LanguageModelRecipe(Recipe):
-    """Language modelling with an LSTM and SGD. ``batch`` is the number of columns of the text.
+    """Language modelling with an LSTM, or a transformer (model "llama"). ``batch`` is the number of columns of text.
 
     Attributes:
         length: words of a batch in every column.
-        embedding: width of the embeddings; ``hidden`` that of the LSTM, ``layers`` the number of its layers.
+        embedding: width of the embeddings of the LSTM.
+        hidden: width of the LSTM or transformer, ``layers`` the number of its layers.
         dropout: on the LSTM's output, and on the embeddings unless ``drop_embedding`` is False.
         lr_rule: "plateau" divides the rate by ``lr_division`` after every evaluation whose validation loss is not the
             best so far, "cosine" lowers it to ``final_lr`` times ``lr``, "step" is times 0.1 at 80 and 90 %, "constant"
-            leaves it. In every cycle "cyclic_falling" lowers it to 0, "cyclic_rising" raises it from 0.
+            leaves it, "wsd" is warm-up, stable, decay. In every cycle "cyclic_falling" lowers it to 0,
+            "cyclic_rising" raises it from 0.
         unit: "words" or "characters".
         vocabulary: how many of the most frequent words are known; None means all of the training text.
         train_tokens, valid_tokens, test_tokens: how many are used from the start of each text; None means all.
         evaluation_batch: columns in evaluation.
+        optimizer: "sgd" or "adamw".
     """
 
     length: int = 35
@@ -55,11 +60,13 @@ class LanguageModelRecipe(Recipe):
     valid_tokens: int | None = None
     test_tokens: int | None = None
     evaluation_batch: int = 10
+    optimizer: str = field(default="sgd", metadata=LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rules = ("plateau", "cosine", "step", "constant", *CYCLIC_RULES)
+        rules = ("plateau", "cosine", "step", "constant", "wsd", *CYCLIC_RULES)
         check_choice("lr_rule", self.lr_rule, rules)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("unit", self.unit, ("words", "characters"))
         if self.lr_rule == "plateau" and not self.evaluate_every:
             raise ValueError(

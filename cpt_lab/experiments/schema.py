@@ -10,7 +10,8 @@ from typing import Any
 
 from cpt_core.schedules.schedule import CYCLE_RULES
 from cpt_core.validation import check_choice, check_int, check_types, suggest_names
-from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.formats.ladder import LADDERS, FormatLadder, MatmulLadders
+from cpt_extras.formats.recipes import recipes
 
 SCALES = ("smoke", "demo", "background", "paper")
 PRESETS = ("ours", "authors")
@@ -26,6 +27,11 @@ DECAYS = (
 LATER = {"later": True}
 # rules of the learning rate of every task that is repeated in each cycle: half a cosine down, or up
 CYCLIC_RULES = ("cyclic_falling", "cyclic_rising")
+OPTIMIZERS = ("sgd", "adamw")
+RECIPE_LADDER = "recipe "  # begins names of ladders that are those of ``cpt.recipes``
+
+
+_RECIPE_LADDERS = tuple(f"{RECIPE_LADDER}{name}" for name in recipes)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,9 @@ class Recipe:
             a run has to say what it did.
         shared_steps: one range per tensor instead of one per row, channel or position, see ``QuantConfig``.
         ladder: what the levels of the schedule are, a key of ``formats.ladder.LADDERS``; "affine" is the paper's, where
-            level q is q bits.
+            level q is q bits. "recipe nvfp4", or another of ``cpt.recipes``, quantises linear layers by that recipe.
+        wide_share: share of the linear layers, the last ones, that a recipe of ``cpt.recipes`` leaves in bfloat16; the
+            very last one stays there in any case.
         seeds: seeds of a full grid at this scale; no part of a single run.
 
     The paper has float32 only: nothing of the arithmetic is changed in its settings.
@@ -84,6 +92,7 @@ class Recipe:
     execution: str = field(default="simulated", metadata=LATER)
     shared_steps: bool = field(default=False, metadata=LATER)
     ladder: str = field(default="affine", metadata=LATER)
+    wide_share: float = field(default=0.0, metadata=LATER)
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +101,11 @@ class Recipe:
                 f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}"
             )
         check_choice("execution", self.execution, EXECUTIONS)
-        check_choice("ladder", self.ladder, LADDERS)
+        check_choice("ladder", self.ladder, (*LADDERS, *_RECIPE_LADDERS))
+        if self.wide_share and self.ladder in LADDERS:
+            raise ValueError(
+                f"wide_share belongs to ladders of cpt.recipes, such as 'recipe nvfp4', got ladder {self.ladder!r}"
+            )
         check_choice("cycle_rule", self.cycle_rule, CYCLE_RULES)
         check_choice("eval_bits", self.eval_bits, ("q_max", "current"))
         check_types(type(self), vars(self))
@@ -100,11 +113,22 @@ class Recipe:
         check_int(
             "batch", self.batch, 0 if self.task == "graph" else 1
         )  # 0: the whole graph
+        if not 0 <= self.wide_share <= 1:
+            raise ValueError(
+                f"wide_share must be a share from 0 to 1, got {self.wide_share!r}"
+            )
         for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"{name} must be a number of at least 0, got {getattr(self, name)!r}"
                 )
+
+    @property
+    def formats(self) -> FormatLadder | MatmulLadders:
+        """The formats of the levels of a schedule."""
+        if self.ladder in LADDERS:
+            return LADDERS[self.ladder]
+        return recipes[self.ladder.removeprefix(RECIPE_LADDER)].ladders
 
     def decay_fields(self, decay: str) -> dict[str, Any]:
         """Return the fields that give this recipe another decay of its learning rate, one of ``DECAYS``.

@@ -16,7 +16,6 @@ from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import STATIC, SUITE
 from cpt_core.schedules.schedule import Schedule
 from cpt_core.validation import check_bits, check_choice, check_int
-from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.custom_schedules import FunctionSchedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_lab.experiments.registry import EXPERIMENTS
@@ -95,7 +94,7 @@ class RunSpec:
     def relative_cost(self) -> float:
         """Training cost relative to static ``q_max``, gradients too, in bit operations; on a ladder by its formats."""
         return self.schedule.relative_cost(
-            self.q_grad, self.q_max, ladder=LADDERS[self.recipe.ladder]
+            self.q_grad, self.q_max, ladder=self.recipe.formats
         )
 
     def to_dict(self, schedule_json: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pandas as pd
 
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
-from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.analysis.estimates import Estimate, significant_effects
 from cpt_lab.studies.case import Case
 from cpt_lab.studies.h1_to_h4 import outcome as h2
@@ -41,8 +40,8 @@ def relative_prices(
     case: Case, schedule: Schedule, q_grad: int | None
 ) -> dict[str, float]:
     """Return the cost of a training by each of ``PRICES``, relative to static 8 bits with 8-bit gradients."""
-    name = case.recipe.ladder
-    ladder = None if name == "affine" else LADDERS[name]
+    recipe = case.recipe
+    ladder = None if recipe.ladder == "affine" else recipe.formats
     return {
         title: schedule.relative_cost(q_grad, case.q_max, cost, ladder)
         for title, cost in PRICES.items()

@@ -45,6 +45,8 @@ class TunedStudy:
     rate_factors: Sequence[float] = RATE_FACTORS
     # whether a grid goes on by ``EXTENSION`` while the best rate of its arm is the smallest or the largest
     extends_rates: bool = False
+    # from a task and an arm to the fields of its recipe that the arm changes
+    changes: Callable[[Case, str], Mapping[str, Any]] = lambda case, arm: {}
 
     @property
     def file(self) -> str:
@@ -91,8 +93,26 @@ class TunedStudy:
         specs = []
         for arm, setting in self.arms(task).items():
             for rate in rates_by_arm[arm]:
-                specs += _specs_at(task, arm, setting, rate, seeds)
+                specs += self.specs_at(task, arm, setting, rate, seeds)
         return specs
+
+    def specs_at(
+        self,
+        task: Case,
+        arm: str,
+        setting: tuple[Schedule, int | None],
+        rate: float,
+        seeds: Sequence[int],
+    ) -> list[RunSpec]:
+        """Return the runs of an arm, given as (schedule, gradient bits), at a multiple of the recipe's rate."""
+        schedule, q_grad = setting
+        changes = self.changes(task, arm)
+        recipe = replace(task.recipe, lr=rate * task.recipe.lr, **changes)
+        name = f"{arm} at {rate:g}"
+        return [
+            RunSpec(recipe, schedule, task.q_max, q_grad, seed, name, "demo")
+            for seed in seeds
+        ]
 
     def grids(self) -> dict[str, tuple[Callable[..., list[RunSpec]], str]]:
         """Return the grids of the study: name -> (function that makes the runs, description)."""
@@ -105,23 +125,6 @@ class TunedStudy:
             title = f"{self.description}, {case}"
             grids[f"{self.name}/{case}"] = (partial(self.runs, case), title)
         return grids
-
-
-def _specs_at(
-    task: Case,
-    arm: str,
-    setting: tuple[Schedule, int | None],
-    rate: float,
-    seeds: Sequence[int],
-) -> list[RunSpec]:
-    """Return the runs of one arm, given as (schedule, gradient bits), at a multiple of the recipe's learning rate."""
-    schedule, q_grad = setting
-    recipe = replace(task.recipe, lr=rate * task.recipe.lr)
-    name = f"{arm} at {rate:g}"
-    return [
-        RunSpec(recipe, schedule, task.q_max, q_grad, seed, name, "demo")
-        for seed in seeds
-    ]
 
 
 def settings(study: TunedStudy, case: str) -> dict[str, tuple[float, str]]:
@@ -217,7 +220,7 @@ def _tune_from(
         while new_factors:
             factors += new_factors
             for factor in new_factors:
-                specs = _specs_at(task, arm, setting, factor, study.tuning_seeds)
+                specs = study.specs_at(task, arm, setting, factor, study.tuning_seeds)
                 stored = [rows[spec.key] for spec in specs if spec.key in rows]
                 num_missing += len(specs) - len(stored)
                 if len(stored) == len(specs):

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from cpt_core.schedules import cost
 from cpt_core.validation import check_choice, suggest_names
-from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.progress import progress_bar
 from cpt_lab.experiments.grids import Grid, Selection, find_grids
 from cpt_lab.experiments.schema import SCALES
@@ -167,7 +167,8 @@ def _price(
 
     bitops = 0.0
     for spec in specs:
-        bits = LADDERS[spec.recipe.ladder].bits
+        formats = spec.recipe.formats
+        bits = (formats if isinstance(formats, FormatLadder) else formats.weight).bits
         static = total_bitops(
             timing.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max)
         )

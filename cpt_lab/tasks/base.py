@@ -21,6 +21,7 @@ Metrics = dict[str, float]
 Evaluation = dict[str, Any]  # step, precision, bits, and the metrics of every split
 # (optimizer step, evaluations so far) -> learning rate
 LearningRate = Callable[[int, Sequence[Evaluation]], float]
+ADAMW_BETAS = (0.9, 0.95)  # of most language models
 
 
 def make_optimizer(
@@ -29,8 +30,17 @@ def make_optimizer(
     recipe: Recipe,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a recipe: fused on a GPU, not fused on the CPU, as for the committed results."""
+    """Return the optimizer of a recipe: fused on a GPU, not fused on the CPU, as for the committed results.
+
+    Args:
+        optimizer_class: of the task, which a recipe with ``optimizer="adamw"`` replaces by AdamW.
+        parameters: what is trained.
+        recipe: learning rate, weight decay and optimizer.
+        options: further arguments of ``optimizer_class``.
+    """
     trained = list(parameters)
+    if getattr(recipe, "optimizer", "sgd") == "adamw":
+        optimizer_class, options = torch.optim.AdamW, {"betas": ADAMW_BETAS}
     fused = any(p.device.type != "cpu" for p in trained)
     return optimizer_class(
         trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused, **options
@@ -167,6 +177,18 @@ def cosine(lr: float, final: float, steps: int) -> LearningRate:
     """
     return lambda step, evaluations: (
         lr * (final + (1 - final) * (1 + math.cos(math.pi * step / steps)) / 2)
+    )
+
+
+def warmup_stable_decay(lr: float, steps: int) -> LearningRate:
+    """Return the rule "wsd": up to ``lr`` in a twentieth of the steps, ``lr``, down to 0 in the last fifth.
+
+    >>> [round(warmup_stable_decay(0.1, 40)(step, []), 3) for step in (0, 1, 2, 31, 32, 36, 39)]
+    [0.05, 0.1, 0.1, 0.1, 0.1, 0.05, 0.013]
+    """
+    warmup, decay = max(1, round(0.05 * steps)), max(1, round(0.2 * steps))
+    return lambda step, evaluations: (
+        lr * min(1.0, (step + 1) / warmup, (steps - step) / decay)
     )
 
 

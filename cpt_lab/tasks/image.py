@@ -30,7 +30,9 @@ from cpt_lab.tasks.base import (
     cyclic,
     make_optimizer,
     milestones,
+    warmup_stable_decay,
 )
+from cpt_lab.tasks.transformer_models import ImageTransformer
 
 
 class ImageTask:
@@ -68,10 +70,12 @@ class ImageTask:
 
     def build_model(self) -> nn.Module:
         """Build the recipe's model."""
-        build = MODELS[self.recipe.model]
+        shape = self.data.channels, self.recipe.size, self.data.classes
+        if self.recipe.model == "vit":
+            with explain_missing_extra("text"):
+                return ImageTransformer(*shape).to(self.device)
         with explain_missing_extra("vision"):
-            model = build(self.data.channels, self.recipe.size, self.data.classes)
-        return model.to(self.device)
+            return MODELS[self.recipe.model](*shape).to(self.device)
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield augmented training batches from step ``start`` on."""
@@ -123,16 +127,18 @@ class ImageTask:
         return metrics
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
-        """Return SGD and the learning rate by the recipe's rule: "milestones" is times 0.1 at every milestone."""
+        """Return the optimizer and the learning rate by the recipe's rule: "milestones" is times 0.1 at each."""
         r = self.recipe
-        sgd = make_optimizer(
+        optimizer = make_optimizer(
             torch.optim.SGD, model.parameters(), r, momentum=r.momentum
         )
         if r.lr_rule in CYCLIC_RULES:
             rising = r.lr_rule == "cyclic_rising"
-            return sgd, cyclic(r.lr, r.n_cycles, r.steps, rising)
+            return optimizer, cyclic(r.lr, r.n_cycles, r.steps, rising)
+        if r.lr_rule == "wsd":
+            return optimizer, warmup_stable_decay(r.lr, r.steps)
         if r.lr_rule == "constant":
-            return sgd, constant(r.lr)
+            return optimizer, constant(r.lr)
         if r.lr_rule == "cosine":
-            return sgd, cosine(r.lr, 0.0, r.steps)
-        return sgd, milestones(r.lr, r.milestones, r.steps)
+            return optimizer, cosine(r.lr, 0.0, r.steps)
+        return optimizer, milestones(r.lr, r.milestones, r.steps)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.models.lstm_lm import LanguageModel, State
+from cpt_extras.optional_libraries import explain_missing_extra
 from cpt_lab.data.loading import load_once, to_device
 from cpt_lab.data.text import batchify, evaluation_columns, load_text, random_text
 from cpt_lab.experiments.language_model import LanguageModelRecipe
@@ -24,7 +25,9 @@ from cpt_lab.tasks.base import (
     milestones,
     plateau,
     sum_batches,
+    warmup_stable_decay,
 )
+from cpt_lab.tasks.transformer_models import CausalLanguageModel
 
 
 class Batch(NamedTuple):
@@ -38,7 +41,8 @@ class Batch(NamedTuple):
 class LanguageModelTask:
     """SGD with clipped gradients; perplexity over all words of a text.
 
-    The text runs in ``batch`` columns side by side, and the hidden state is carried from batch to batch of an epoch.
+    The text runs in ``batch`` columns side by side, and the hidden state is carried from batch to batch of an epoch. A
+    transformer has no state: it sees ``length`` words and those before them in the batch alone.
 
     Paper: section 4.4.
     Differs: the learning rate is cut by what evaluation at q_max bits says; the authors' rule sees the bits of the
@@ -70,12 +74,17 @@ class LanguageModelTask:
             else load_once(load_text, self.recipe, *limits)
         )
         self.columns = batchify(self.data.train, self.recipe.batch).to(device)
-        self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
+        name = "Llama" if self.recipe.model == "llama" else "LSTM"
+        self.title = f"{name} ({self.recipe.hidden} wide) on {self.data.title}"
 
     def build_model(self) -> nn.Module:
         """Build the recipe's model."""
         r = self.recipe
         words = len(self.data.vocabulary)
+        if r.model == "llama":
+            with explain_missing_extra("text"):
+                model = CausalLanguageModel(words, r.hidden, r.layers, r.length)
+            return model.to(self.device)
         return LanguageModel(
             words, r.embedding, r.hidden, r.layers, r.dropout, r.drop_embedding
         ).to(self.device)
@@ -93,13 +102,13 @@ class LanguageModelTask:
 
     def loss(
         self, model: nn.Module, batch: Batch, carry: State | None
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, State | None]:
         """Return the mean cross entropy (nats per word) and the state for the next batch."""
-        logits, (h, c) = model(batch.words, None if batch.starts_epoch else carry)
+        logits, state = model(batch.words, None if batch.starts_epoch else carry)
         loss = nn.functional.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten()
         )
-        return loss, (h.detach(), c.detach())
+        return loss, state and (state[0].detach(), state[1].detach())
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         """Return the model's arguments: words and no state."""
@@ -134,17 +143,19 @@ class LanguageModelTask:
         return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
-        """Return SGD and the learning rate by the recipe's rule."""
+        """Return the optimizer and the learning rate by the recipe's rule."""
         r = self.recipe
         trained = (p for p in model.parameters() if p.requires_grad)
-        sgd = make_optimizer(torch.optim.SGD, trained, r)
+        optimizer = make_optimizer(torch.optim.SGD, trained, r)
         if r.lr_rule in CYCLIC_RULES:
             rising = r.lr_rule == "cyclic_rising"
-            return sgd, cyclic(r.lr, r.n_cycles, r.steps, rising)
+            return optimizer, cyclic(r.lr, r.n_cycles, r.steps, rising)
+        if r.lr_rule == "wsd":
+            return optimizer, warmup_stable_decay(r.lr, r.steps)
         if r.lr_rule == "constant":
-            return sgd, constant(r.lr)
+            return optimizer, constant(r.lr)
         if r.lr_rule == "step":
-            return sgd, milestones(r.lr, (0.8, 0.9), r.steps)
+            return optimizer, milestones(r.lr, (0.8, 0.9), r.steps)
         if r.lr_rule == "cosine":
-            return sgd, cosine(r.lr, r.final_lr, r.steps)
-        return sgd, plateau(r.lr, r.lr_division)
+            return optimizer, cosine(r.lr, r.final_lr, r.steps)
+        return optimizer, plateau(r.lr, r.lr_division)

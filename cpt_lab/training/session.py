@@ -5,6 +5,7 @@ of a spec; ``Session.step`` executes an optimizer step, on a GPU by replaying a 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ from cpt_core.quantization.convert import (
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.formats.recipes import recipes
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.registry import EXPERIMENTS
-from cpt_lab.experiments.schema import Recipe
+from cpt_lab.experiments.schema import RECIPE_LADDER, Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import process_group
 from cpt_lab.training.cuda_graphs import Capture, CudaRecorder, unsupported_reason
@@ -44,10 +46,21 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
         seed,
         aggregation,
         recipe.execution,
-        LADDERS[recipe.ladder],
+        recipe.formats,
         attention,
     )
     return config.with_shared_steps() if recipe.shared_steps else config
+
+
+def quantize_model(model: nn.Module, spec: RunSpec) -> nn.Module:
+    """Convert a model in place as its recipe says, and return it."""
+    r = spec.recipe
+    if r.ladder in LADDERS:
+        return quantize_(model, quant_config(r, spec.seed))
+    recipe = recipes[r.ladder.removeprefix(RECIPE_LADDER)]
+    wide = replace(recipe, wide_share=r.wide_share).wide_layers(model)
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return recipe.quantize_(model, wide or linear[-1:], spec.seed)
 
 
 def layer_constants(precision: LayerPrecision) -> tuple[Any, ...]:
@@ -112,9 +125,7 @@ class Session:
         torch.manual_seed(spec.seed)
         self.task = task_class(spec, self.device, stand_in)
         self.metric = EXPERIMENTS[spec.recipe.task].metric
-        self.model = quantize_(
-            self.task.build_model(), quant_config(spec.recipe, spec.seed)
-        )
+        self.model = quantize_model(self.task.build_model(), spec)
         set_memory_format(self.model, spec.recipe)
         self.parallel: nn.Module = self.model
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
