@@ -202,6 +202,7 @@ STUDIES = (
     "h10",
     "h11",
     "h12",
+    "h13",
 )  # folders of ``cpt_lab.studies``, opened by name: nothing imports them
 
 

@@ -1,0 +1,187 @@
+"""H13: arms of equal cost, models and quantisation of its cases, and answers from synthetic runs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import refused
+from torch import nn
+
+from cpt_core.quantization.convert import layer_precisions
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.studies.h13 import arms as h13_arms
+from cpt_lab.studies.h13 import outcome as h13
+from cpt_lab.studies.h13.arms import CASES, FORMATS, GRIDS, STUDY, TASKS
+from cpt_lab.tasks.base import load_task_class
+from cpt_lab.training.session import Session
+from tests.studies.study_rows import (
+    answers_text,
+    noise_of,
+    runs_of,
+    runs_with,
+    sections_text,
+    titled,
+)
+
+PRICES = ("bitops", "wider_operand", "tensor_core", "multiplier", "energy")
+
+
+@pytest.mark.parametrize("cost", PRICES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_h13_switches_cost_the_same_at_any_price(format, cost):
+    case = CASES[f"llama/{format}"]
+    arms, ladder = h13_arms.arms(case), case.recipe.formats
+    costs = {
+        arm: schedule.relative_cost(q_grad, 8, cost, ladder)
+        for arm, (schedule, q_grad) in arms.items()
+    }
+    low, full = costs["4/4"], costs["8/8"]
+    expected = low + (full - low) / 15
+    for arm in h13.SWITCHES:
+        np.testing.assert_allclose(costs[arm], expected, rtol=1e-12)
+
+
+def specs_at(case, arm, seeds=(700,)):
+    setting = h13_arms.arms(CASES[case])[arm]
+    return STUDY.specs_at(CASES[case], arm, setting, 1.0, seeds)
+
+
+def test_h13_formats_share_runs_in_mxfp8():
+    for task in TASKS:
+        full = {specs_at(f"{task}/{f}", "8/8")[0].key for f in FORMATS}
+        low = {specs_at(f"{task}/{f}", "4/4")[0].key for f in FORMATS}
+        assert (len(full), len(low)) == (1, len(FORMATS))
+    counts = {
+        name: len(make()) for name, (make, _) in GRIDS.items() if "-rates" in name
+    }
+    assert counts == {
+        "h13-rates/llama": 152,
+        "h13-rates/vit": 152,
+        "h13-rates/lstm": 128,
+    }
+
+
+def formats_in(session):
+    """Return the active weight format of every quantised layer."""
+    found = {}
+    for name, precision in layer_precisions(session.model).items():
+        requested = getattr(precision.active_bits, "requested", None)
+        found[name] = str(requested.weight) if requested else "float32"
+    return found
+
+
+def make_session(case, arm, **changes):
+    (spec,) = specs_at(case, arm)
+    spec = replace(spec, recipe=replace(spec.recipe, **changes)) if changes else spec
+    return Session(load_task_class(spec), spec, stand_in=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["4/4", "last layers wide", "8/8"])
+def test_h13_transformers_follow_the_recipe(arm):
+    session = make_session("llama/nvfp4", arm)
+    linear = [n for n, m in session.model.named_modules() if isinstance(m, nn.Linear)]
+    found = formats_in(session)
+    assert set(found) >= set(linear)
+    assert len(linear) == 4 * 7 + 1
+    num_wide = 5 if arm == "last layers wide" else 1  # 15 % of 29
+    inside = "mxfp8_e4m3" if arm == "8/8" else "nvfp4:rows=16"
+    for name in linear[:-num_wide]:
+        assert found[name].startswith(inside), name
+    for name in linear[-num_wide:]:
+        assert found[name].startswith("bf16"), name
+    losses = []
+    for step, batch in zip(range(3), session.batches(0), strict=False):
+        losses.append(float(session.step(batch, 1e-3 * (step + 1))))
+        session.scheduler.step()
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.slow
+def test_language_transformer_does_not_see_later_words():
+    model = make_session("llama/nvfp4", "4/4").task.build_model().eval()
+    tokens = torch.randint(0, 50, (12, 2))
+    changed = tokens.clone()
+    changed[8:] = (changed[8:] + 1) % 50
+    with torch.no_grad():
+        first, second = model(tokens)[0], model(changed)[0]
+    assert first.shape[:2] == (12, 2)
+    torch.testing.assert_close(first[:8], second[:8])
+    assert not torch.allclose(first[8:], second[8:])
+
+
+def test_transformers_reject_sizes_they_cannot_have():
+    (spec,) = specs_at("vit/nvfp4", "4/4")
+    odd = replace(spec.recipe, dataset="cifar10", size=18)
+    make = load_task_class(spec)
+    task = make(replace(spec, recipe=odd), torch.device("cpu"), True)
+    refused("multiple of 4 pixels, got 18", task.build_model)
+    (spec,) = specs_at("llama/nvfp4", "4/4")
+    narrow = replace(spec, recipe=replace(spec.recipe, hidden=40))
+    task = load_task_class(narrow)(narrow, torch.device("cpu"), True)
+    refused("multiple of 32, got 40", task.build_model)
+
+
+def test_recipe_ladders_are_checked_and_stored():
+    (spec,) = specs_at("llama/mxfp4", "last layers wide")
+    assert RunSpec.from_dict(spec.to_dict()) == spec
+    refused(
+        "unknown ladder 'recipe nvfp'; choose from .* recipe nvfp4,",
+        replace,
+        spec.recipe,
+        ladder="recipe nvfp",
+    )
+    refused("wide_share belongs", replace, spec.recipe, ladder="nvfp4")
+    refused("from 0 to 1, got 2.0", replace, spec.recipe, wide_share=2.0)
+    refused(
+        "unknown optimizer .adam.; choose from sgd",
+        replace,
+        spec.recipe,
+        optimizer="adam",
+    )
+
+
+# gain in margins: (arm, format) -> number
+RUNS = {
+    "the format decides": {
+        **{("forward late", format): 2.0 for format in ("nvfp4", "mxfp4")},
+        ("gradients late", "int4"): 2.0,
+    },
+    "gradients first everywhere, at any time": {
+        **{("gradients late", format): 2.0 for format in FORMATS},
+        **{("forward spread", format): 1.0 for format in FORMATS},
+    },
+    "nothing differs": {},
+}
+
+
+def best_at_one(spec):
+    distance = abs(np.log2(float(spec.arm.rpartition(" at ")[2])))
+    return -distance, -distance - 1
+
+
+@pytest.mark.slow
+def test_h13_answers_follow_effects(rated, golden):
+    rated(STUDY, best_at_one)
+    specs = {}
+    format_of = {}
+    for case in CASES:
+        for spec in STUDY.runs(case):
+            specs[spec.key] = spec
+            format_of[spec.key] = case.partition("/")[2]
+    specs = list(specs.values())
+    base = runs_of(specs)
+    texts = {}
+    for title, gains in RUNS.items():
+
+        def quality(spec, gains=gains):
+            arm = spec.arm.rpartition(" at ")[0]
+            return gains.get((arm, format_of[spec.key]), 0.0) + 0.1 * noise_of(spec)
+
+        runs = runs_with(specs, base, quality)
+        texts[title] = answers_text(h13.answers(runs))
+    texts["sections"] = sections_text(list(h13.sections(runs)))
+    golden("studies/h13.txt", titled(texts))
+    some = runs[runs["dataset"] == "ptb"]
+    assert {a.outcome for a in h13.answers(some)} == {"open: 108 of 360 runs"}
