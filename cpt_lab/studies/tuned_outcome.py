@@ -96,21 +96,31 @@ class Task:
 
 
 def complete(study: TunedStudy, runs: pd.DataFrame) -> tuple[list[Task], str]:
-    """Return the complete tasks, and a note on missing runs such as "open: 3 of 9 runs"; "" if none are missing."""
-    complete_tasks, num_stored, num_needed = [], 0, 0
+    """Return the complete tasks, and a note on missing runs such as "open: 3 of 9 runs"; "" if none are missing.
+
+    Runs that tasks share are counted once.
+    """
+    complete_tasks, stored_keys = [], set(runs["key"])
+    stored: set[str] = set()
+    num_needed: dict[
+        str, int
+    ] = {}  # key of an arm's first run at the recipe's rate -> runs
     for name, case in study.cases.items():
-        num_needed += case.seeds * len(study.arms(case))
+        for arm, setting in study.arms(case).items():
+            (first,) = study.specs_at(case, arm, setting, 1.0, [study.first_seed])
+            num_needed[first.key] = case.seeds
         try:
             specs = study.runs(name)
         except NotMeasuredError:
             continue
-        num_stored += len({spec.key for spec in specs} & set(runs["key"]))
+        stored |= {spec.key for spec in specs} & stored_keys
         rows = find_rows(specs, runs)
         if not isinstance(rows, str):
             complete_tasks.append(Task(study, name, rows))
     if len(complete_tasks) == len(study.cases):
         return complete_tasks, ""
-    return complete_tasks, f"open: {num_stored} of {plural(num_needed, 'run')}"
+    count = plural(sum(num_needed.values()), "run")
+    return complete_tasks, f"open: {len(stored)} of {count}"
 
 
 def answer_questions(
