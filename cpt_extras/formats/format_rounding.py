@@ -1,4 +1,6 @@
-"""Rounding to number formats other than the paper's, in plain torch for every backend.  Beyond the paper.
+"""Rounding to number formats other than the paper's, in plain torch.  Beyond the paper.
+
+The C++ kernels replace ``round_blocks`` by an operator with equal results (``kernels/cpp/blocks.h``).
 
 A format other than affine has scales s: x / s is rounded to the values of an element, and the result multiplied by s.
 ``round_to_format`` rounds a tensor on a given range, ``round_elements`` with given scales; ``rotate`` is a random

@@ -120,11 +120,12 @@ def _load_cpp(forced: bool) -> tuple[str, str]:
             where = importlib.import_module(
                 "cpt_extras.kernels.cpp.spare_folders"
             ).load(str(error))
+        if not operators.has_cpp_gradient:  # an operator is registered once
+            round_in_range = partial(
+                grids.round_in_range, in_blocks=grids.round_blocks_in_cpp
+            )
+            operators.LIBRARIES["cpt"].impl("round_in_range", round_in_range, "CPU")
         operators.has_cpp_gradient = True
-        round_in_range = partial(
-            grids.round_in_range, in_blocks=grids.round_blocks_in_cpp
-        )
-        operators.LIBRARIES["cpt"].impl("round_in_range", round_in_range, "CPU")
         importlib.import_module("cpt_extras.kernels.layers")  # registers executors
         return "cpp", where
     except build.NoKernelsError as error:
