@@ -39,6 +39,8 @@ from cpt_lab.studies.h1_to_h4.outcome import decay_runs
 from cpt_lab.studies.h5 import outcome as h5
 from cpt_lab.studies.h7 import outcome as h7
 from cpt_lab.studies.h10 import outcome as h10
+from cpt_lab.studies.h11 import outcome as h11
+from cpt_lab.studies.h12 import outcome as h12
 from cpt_lab.studies.tuned_outcome import FULL_BITS_ARM
 
 PAGES = ROOT / "docs" / "reproducing"
@@ -79,6 +81,8 @@ def pages() -> dict[Path, str]:
         differing[topic_of(place)].append(_wrap(f"- `{place}`: {text}", "  "))
 
     spending, switching = h7.tasks(runs)[0], h10.tasks(runs)[0]
+    ordered, order_missing = h11.tasks(runs)
+    damages, damage_missing = h12.damages(runs)
     spending_alike = h7.gains_by_evaluation(spending)
     replications = _replicated_effects(answers)
     tasks = list(_tasks_by_grid(runs))
@@ -102,6 +106,8 @@ def pages() -> dict[Path, str]:
         coverage=claims.coverage(entries),
         decays=deficit_dates.outcome(decay_runs(runs)),
         deficit_dates=deficit_dates,
+        damage_missing=damage_missing,
+        damages=h12.damage_table(damages),
         differences=differing,
         filled=_wrap,
         grids={name: _grids_text(grids) for name, grids in GRIDS.items()},
@@ -111,6 +117,8 @@ def pages() -> dict[Path, str]:
         needed=_needed_table(entries),
         not_run_again=_unreplicated_grids(),
         printed_numbers=printed_numbers,
+        order_gains=h11.gains(ordered),
+        order_missing=order_missing,
         outcomes=Counter(replication.outcome for replication in replications),
         repeated=replications,
         repeated_levels=_replication_levels(tasks),
@@ -120,7 +128,7 @@ def pages() -> dict[Path, str]:
         spending_chosen=spending_alike.iloc[-1, 1],
         spending_prices=price_arms,
         stored=stored,
-        studies={"h7": h7.STUDY, "h10": h10.STUDY},
+        studies={"h7": h7.STUDY, "h10": h10.STUDY, "h11": h11.STUDY},
         price_table=prices.price_table,
         robust_verdicts=prices.robust_verdicts(runs),
         verdict_prices=prices.verdict_table(runs),
@@ -470,13 +478,17 @@ def main() -> None:
     """Write the pages and the figures."""
     for path, text in pages().items():
         write_text(path, text)
-    for study, name in ((h7, "where_to_spend_bits"), (h10, "when_to_switch")):
+    for study, name in (
+        (h7, "where_to_spend_bits"),
+        (h10, "when_to_switch"),
+        (h11, "order_of_bits"),
+    ):
         figure = study.figure(study.tasks(committed(study.STUDY.name))[0])
         figure.savefig(results_dir() / f"{name}.png", dpi=110)
     figure = deficit_dates.decay_figure(decay_runs(committed("h3")))
     figure.savefig(results_dir() / "learning_rate_decay.png", dpi=110)
     figures.paper_beside_ours().savefig(results_dir() / "figure_3.png", dpi=110)
-    print("docs/reproducing, and four figures in data/results, written")
+    print("docs/reproducing, and five figures in data/results, written")
 
 
 if __name__ == "__main__":

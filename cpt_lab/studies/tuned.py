@@ -139,6 +139,7 @@ def rates_at_ends(study: TunedStudy) -> pd.DataFrame:
     """Return how many arms of every task chose the smallest or the largest of their rates on held-out data.
 
     Such a choice shows that a rate is better than the others, not that it is tuned: one outside may be better still.
+    Tasks whose rows are missing are left out.
 
     Returns:
         Columns: task, arms, smallest rate, largest rate (numbers of arms).
@@ -146,7 +147,10 @@ def rates_at_ends(study: TunedStudy) -> pd.DataFrame:
     lines = []
     for name, case in study.cases.items():
         factors = {arm: tuning.factors for arm, tuning in _tune(study, name).items()}
-        chosen = {arm: rate for arm, (rate, _) in settings(study, name).items()}
+        try:
+            chosen = {arm: rate for arm, (rate, _) in settings(study, name).items()}
+        except NotMeasuredError:
+            continue
         lines.append(
             (
                 case.title or name,
