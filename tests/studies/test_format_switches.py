@@ -42,6 +42,16 @@ def test_h13_switches_cost_the_same_at_any_price(format, cost):
         np.testing.assert_allclose(costs[arm], expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_h13_lstm_switches_have_equal_bitops(format):
+    case = CASES[f"lstm/{format}"]
+    arms = h13_arms.arms(case)
+    for arm in h13.SWITCHES:
+        schedule, q_grad = arms[arm]
+        cost = schedule.relative_cost(q_grad, 8, ladder=case.recipe.formats)
+        np.testing.assert_allclose(cost, 1 / 3, rtol=3e-3)
+
+
 def specs_at(case, arm, seeds=(700,)):
     setting = h13_arms.arms(CASES[case])[arm]
     return STUDY.specs_at(CASES[case], arm, setting, 1.0, seeds)

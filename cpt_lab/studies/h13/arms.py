@@ -1,7 +1,9 @@
 """Runs of H13 in ``docs/preregistration.md``: matmuls that switch from four bits to MXFP8 late.  No torch.
 
-A case is a task in a format of four bits, such as "llama/nvfp4". Both operands of a matmul have one format, so what an
-arm costs more than "4/4" is its share of matmuls in MXFP8, whatever the price of MXFP8: a fifteenth in four arms.
+A case is a task in a format of four bits, such as "llama/nvfp4". In a recipe both operands of a matmul have one format,
+so what an arm costs more than "4/4" is its share of matmuls in MXFP8, whatever the price of MXFP8: a fifteenth in four
+arms. The LSTM has no recipe. Its backward matmuls multiply a gradient by an operand of the forward pass, of another
+format in these arms, so that costs are equal in bit operations alone.
 
 >>> case = CASES["llama/nvfp4"]
 >>> for arm, (schedule, q_grad) in arms(case).items():
@@ -34,6 +36,8 @@ SPREAD, WIDE, FULL = "forward spread", "last layers wide", "8/8"
 FP4_FORMATS, INTEGER_FORMATS = ("nvfp4", "mxfp4"), ("int4",)
 FORMATS = FP4_FORMATS + INTEGER_FORMATS
 FORWARD_DIVISOR = 5  # the last fifth of the steps, in which the learning rate decays
+# the parts of the steps at the end in which gradients, or all operands, are in MXFP8: with a recipe, without
+GRADIENT_DIVISORS, BOTH_DIVISORS = (10, 2), (15, 9)
 WIDE_SHARE = 0.15  # of the linear layers, as in NVIDIA's recipe
 
 WSD = {"lr_rule": "wsd", "q_min": LOW, "steps": 300}
@@ -45,8 +49,9 @@ LLAMA = TRANSFORMER | {
     "length": 64,
     "batch": 8,
     "lr": 0.003,
+    "steps": 240,
 }
-VIT = TRANSFORMER | {"model": "vit", "batch": 64, "lr": 0.0005}
+VIT = TRANSFORMER | {"model": "vit", "batch": 32, "lr": 0.0005}
 # task -> the arguments of its case, and what the name of a ladder begins with: transformers are quantised by recipes,
 # an LSTM, for which recipes have no rules, rounds every tensor once
 TASKS: dict[str, tuple[tuple[str, str], Mapping[str, Any], str, str]] = {
@@ -78,8 +83,10 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
 
     The forward matmuls are in MXFP8 in the last fifth of the steps ("forward late") or in every fifth step ("forward
     spread"); both backward matmuls in the last tenth ("gradients late"); all in the last fifteenth ("both late").
+    For the LSTM, gradients are in MXFP8 in the last half, and all operands in the last ninth, as in H10.
     """
     steps = case.recipe.steps
+    has_recipe = case.recipe.ladder.startswith(RECIPE_LADDER)
 
     def late(divisor: int) -> TableSchedule:
         last = round(steps / divisor)
@@ -90,16 +97,19 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
         ((LOW, FORWARD_DIVISOR - 1), (HIGH, 1)), steps // FORWARD_DIVISOR
     )
     spread = TableSchedule(tuple(itertools.chain(*every_fifth)))
-    last_tenth = late(2 * FORWARD_DIVISOR)
-    gradients = RoleSchedules(weight=static, activation=static, gradient=last_tenth)
+    gradient, both = (
+        late(divisors[0 if has_recipe else 1])
+        for divisors in (GRADIENT_DIVISORS, BOTH_DIVISORS)
+    )
+    gradients = RoleSchedules(weight=static, activation=static, gradient=gradient)
     schedules: dict[str, tuple[Schedule, int | None]] = {
         STATIC: (static, LOW),
         FORWARD: (late(FORWARD_DIVISOR), LOW),
         GRADIENTS: (gradients, None),
-        BOTH: (RoleSchedules(*[late(3 * FORWARD_DIVISOR)] * 3), None),
+        BOTH: (RoleSchedules(both, both, both), None),
         SPREAD: (spread, LOW),
     }
-    if case.recipe.ladder.startswith(RECIPE_LADDER):
+    if has_recipe:
         schedules[WIDE] = static, LOW
     return schedules | {FULL: (StaticSchedule(HIGH, steps), HIGH)}
 
