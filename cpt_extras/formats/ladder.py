@@ -234,15 +234,4 @@ LADDERS: Mapping[str, FormatLadder] = {
             4: "bf16",
         }
     ),
-    # four bits, then MXFP8; every tensor is rounded once, where the recipes of ``recipes`` round it for every matmul
-    **{
-        name: FormatLadder(
-            {4: f"{low}:partial=1", 8: "mxfp8_e4m3:partial=1", 16: "bf16"}
-        )
-        for name, low in (
-            ("nvfp4", "nvfp4"),
-            ("mxfp4", "mxfp4"),
-            ("int4", "mx(symmetric4,32)"),
-        )
-    },
 }

@@ -104,19 +104,21 @@ def round_in_range(
 def round_blocks_in_cpp(
     x: Tensor, range_scale: Tensor | None, format: Format, key: Tensor | None
 ) -> Tensor:
-    """Round blocks by the C++ operator, or in plain torch what it does not have; see ``round_blocks``.
+    """Round blocks by the C++ operator, unsupported formats in plain torch; see ``format_rounding.round_blocks``.
 
-    It has formats that saturate, without the rare ones whose sums need float64, whose powers of two have no mantissa,
-    or whose elements keep infinity in blocks that have none.
+    Unsupported are formats that do not saturate, those that torch rounds itself, and those whose rounding needs
+    float64, has no mantissa, or keeps infinity under a scale in e4m3.
     """
+    from cpt_extras.formats.format_rounding import NATIVE_DTYPES, round_blocks
+
+    is_native = (format.exponent, format.mantissa, format.specials) in NATIVE_DTYPES
     has_plain_sums = (
         1 <= format.mantissa <= 20 and format.max_exponent + 24 - format.mantissa <= 127
     )
     keeps_infinity = format.specials == "infinity" and range_scale is not None
     is_symmetric = format.kind == "symmetric"
-    if not format.saturate or keeps_infinity or not (is_symmetric or has_plain_sums):
-        from cpt_extras.formats.format_rounding import round_blocks
-
+    is_supported = format.saturate and (is_symmetric or has_plain_sums)
+    if is_native or keeps_infinity or not is_supported:
         return round_blocks(x, range_scale, format, key)
     return torch.ops.cpt.round_blocks(
         x,

@@ -102,9 +102,14 @@ class Recipe:
             )
         check_choice("execution", self.execution, EXECUTIONS)
         check_choice("ladder", self.ladder, (*LADDERS, *_RECIPE_LADDERS))
-        if self.wide_share and self.ladder in LADDERS:
+        if self.ladder in LADDERS:
+            if self.wide_share:
+                raise ValueError(
+                    f"wide_share belongs to ladders of cpt.recipes, such as 'recipe nvfp4', got ladder {self.ladder!r}"
+                )
+        elif self.execution != "simulated" or self.shared_steps:
             raise ValueError(
-                f"wide_share belongs to ladders of cpt.recipes, such as 'recipe nvfp4', got ladder {self.ladder!r}"
+                f"ladder {self.ladder!r}: recipes of cpt.recipes have no execution='integer' and no shared_steps"
             )
         check_choice("cycle_rule", self.cycle_rule, CYCLE_RULES)
         check_choice("eval_bits", self.eval_bits, ("q_max", "current"))

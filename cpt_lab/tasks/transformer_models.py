@@ -7,29 +7,37 @@ from typing import Any
 
 from torch import Tensor, nn
 
-HEAD_WIDTH = 32  # of an attention head
+HEAD_SIZE = 32  # of an attention head
+PATCH_SIZE, IMAGE_HIDDEN_SIZE, IMAGE_LAYERS = 4, 128, 4  # of ``ImageTransformer``
 
 
 class CausalLanguageModel(nn.Module):
-    """Llama's architecture, for text in columns: rotary positions, RMSNorm, SwiGLU of three times the width.
+    """Llama's architecture: rotary positions, RMSNorm, SwiGLU of three times the hidden size.
 
     Every call starts without context; there is no state.
+
+    Args:
+        vocab_size: number of words or characters.
+        hidden_size: a multiple of ``HEAD_SIZE``.
+        num_layers: number of decoder layers.
+        context_length: largest number of tokens of a call.
     """
 
-    def __init__(self, words: int, width: int, layers: int, length: int) -> None:
-        """Build a model of ``layers`` layers for at most ``length`` words."""
+    def __init__(
+        self, vocab_size: int, hidden_size: int, num_layers: int, context_length: int
+    ) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        heads = _num_heads(width)
+        num_heads = _num_heads(hidden_size)
         config = LlamaConfig(
-            vocab_size=words,
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=length,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads,
+            max_position_embeddings=context_length,
             tie_word_embeddings=False,
             use_cache=False,
         )
@@ -42,26 +50,31 @@ class CausalLanguageModel(nn.Module):
 
 
 class ImageTransformer(nn.Module):
-    """A vision transformer of four layers, 128 wide, on patches of 4 x 4 pixels."""
+    """A vision transformer of four layers, 128 wide, on patches of 4 x 4 pixels.
+
+    Args:
+        channels: number of colours of an image.
+        size: side of an image in pixels, a multiple of ``PATCH_SIZE``.
+        classes: number of classes.
+    """
 
     def __init__(self, channels: int, size: int, classes: int) -> None:
-        """Build a classifier of square images of ``size`` pixels, a multiple of 4."""
         super().__init__()
         from transformers import ViTConfig, ViTForImageClassification
 
-        if size % 4:
+        if size % PATCH_SIZE:
             raise ValueError(
-                f"size: model 'vit' needs images whose side is a multiple of 4 pixels, got {size}"
+                f"size: model 'vit' needs images whose side is a multiple of {PATCH_SIZE} pixels, got {size}"
             )
         config = ViTConfig(
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=_num_heads(128),
-            intermediate_size=512,
+            hidden_size=IMAGE_HIDDEN_SIZE,
+            num_hidden_layers=IMAGE_LAYERS,
+            num_attention_heads=_num_heads(IMAGE_HIDDEN_SIZE),
+            intermediate_size=4 * IMAGE_HIDDEN_SIZE,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             image_size=size,
-            patch_size=4,
+            patch_size=PATCH_SIZE,
             num_channels=channels,
         )
         config.num_labels = classes
@@ -72,9 +85,9 @@ class ImageTransformer(nn.Module):
         return self.classifier(pixel_values=images).logits
 
 
-def _num_heads(width: int) -> int:
-    if width % HEAD_WIDTH:
+def _num_heads(hidden_size: int) -> int:
+    if hidden_size % HEAD_SIZE:
         raise ValueError(
-            f"hidden: a transformer's width is a multiple of {HEAD_WIDTH}, got {width}"
+            f"hidden: expected a multiple of {HEAD_SIZE}, got {hidden_size}"
         )
-    return width // HEAD_WIDTH
+    return hidden_size // HEAD_SIZE

@@ -53,13 +53,18 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
 
 
 def quantize_model(model: nn.Module, spec: RunSpec) -> nn.Module:
-    """Convert a model in place as its recipe says, and return it."""
-    r = spec.recipe
-    if r.ladder in LADDERS:
-        return quantize_(model, quant_config(r, spec.seed))
-    recipe = recipes[r.ladder.removeprefix(RECIPE_LADDER)]
-    wide = replace(recipe, wide_share=r.wide_share).wide_layers(model)
+    """Quantise a model in place as its spec says, and return it; ValueError if a recipe would leave no layer."""
+    settings = spec.recipe
+    if settings.ladder in LADDERS:
+        return quantize_(model, quant_config(settings, spec.seed))
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if len(linear) < 2:
+        raise ValueError(
+            f"ladder {settings.ladder!r}: expected a model with two linear layers or more, the last of which stays in "
+            f"bfloat16; {settings.model} has {len(linear)}"
+        )
+    recipe = recipes[settings.ladder.removeprefix(RECIPE_LADDER)]
+    wide = replace(recipe, wide_share=settings.wide_share).wide_layers(model)
     return recipe.quantize_(model, wide or linear[-1:], spec.seed)
 
 

@@ -38,18 +38,8 @@ def test_h13_switches_cost_the_same_at_any_price(format, cost):
     }
     low, full = costs["4/4"], costs["8/8"]
     expected = low + (full - low) / 15
-    for arm in h13.SWITCHES:
+    for arm in h13_arms.SWITCHES:
         np.testing.assert_allclose(costs[arm], expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_h13_lstm_switches_have_equal_bitops(format):
-    case = CASES[f"lstm/{format}"]
-    arms = h13_arms.arms(case)
-    for arm in h13.SWITCHES:
-        schedule, q_grad = arms[arm]
-        cost = schedule.relative_cost(q_grad, 8, ladder=case.recipe.formats)
-        np.testing.assert_allclose(cost, 1 / 3, rtol=3e-3)
 
 
 def specs_at(case, arm, seeds=(700,)):
@@ -66,9 +56,9 @@ def test_h13_formats_share_runs_in_mxfp8():
         name: len(make()) for name, (make, _) in GRIDS.items() if "-rates" in name
     }
     assert counts == {
-        "h13-rates/llama": 152,
-        "h13-rates/vit": 152,
-        "h13-rates/lstm": 128,
+        "h13-rates/llama": 160,
+        "h13-rates/words": 160,
+        "h13-rates/vit": 160,
     }
 
 
@@ -134,7 +124,7 @@ def test_transformers_reject_sizes_they_cannot_have():
 
 
 def test_recipe_ladders_are_checked_and_stored():
-    (spec,) = specs_at("llama/mxfp4", "last layers wide")
+    (spec,) = specs_at("llama/nvfp4", "last layers wide")
     assert RunSpec.from_dict(spec.to_dict()) == spec
     refused(
         "unknown ladder 'recipe nvfp'; choose from .* recipe nvfp4,",
@@ -142,7 +132,8 @@ def test_recipe_ladders_are_checked_and_stored():
         spec.recipe,
         ladder="recipe nvfp",
     )
-    refused("wide_share belongs", replace, spec.recipe, ladder="nvfp4")
+    refused("wide_share belongs", replace, spec.recipe, ladder="mx")
+    refused("no execution", replace, spec.recipe, execution="integer")
     refused("from 0 to 1, got 2.0", replace, spec.recipe, wide_share=2.0)
     refused(
         "unknown optimizer .adam.; choose from sgd",
@@ -153,22 +144,26 @@ def test_recipe_ladders_are_checked_and_stored():
 
 
 # gain in margins: (arm, format) -> number
+GRADIENT = "weight gradient late"
 RUNS = {
     "the format decides": {
         **{("forward late", format): 2.0 for format in ("nvfp4", "mxfp4")},
-        ("gradients late", "int4"): 2.0,
+        (GRADIENT, "int4"): 2.0,
     },
     "gradients first everywhere, at any time": {
-        **{("gradients late", format): 2.0 for format in FORMATS},
+        **{(GRADIENT, format): 2.0 for format in FORMATS},
         **{("forward spread", format): 1.0 for format in FORMATS},
     },
     "nothing differs": {},
 }
 
 
-def best_at_one(spec):
-    distance = abs(np.log2(float(spec.arm.rpartition(" at ")[2])))
-    return -distance, -distance - 1
+def best_at_one(spec, level=1.0):
+    """Return qualities in validation that fall with the distance from rate 1; MXFP8 is better, or worse, by a level."""
+    arm, _, rate = spec.arm.rpartition(" at ")
+    gain = {"8/8": level, GRADIENT: 0.1}.get(arm, 0.0)
+    distance = abs(np.log2(float(rate)))
+    return gain - distance, gain - distance - 1
 
 
 @pytest.mark.slow
@@ -194,4 +189,33 @@ def test_h13_answers_follow_effects(rated, golden):
     texts["sections"] = sections_text(list(h13.sections(runs)))
     golden("studies/h13.txt", titled(texts))
     some = runs[runs["dataset"] == "ptb"]
-    assert {a.outcome for a in h13.answers(some)} == {"open: 96 of 324 runs"}
+    assert {a.outcome for a in h13.answers(some)} == {"open: 120 of 360 runs"}
+
+
+@pytest.mark.slow
+def test_h13_leaves_out_tasks_without_a_gain_of_mxfp8(rated):
+    def quality(spec):
+        is_image = spec.recipe.task == "image"
+        return best_at_one(spec, level=-1.0 if is_image else 1.0)
+
+    rated(STUDY, quality)
+    specs = {s.key: s for case in CASES for s in STUDY.runs(case)}.values()
+    gained = {"forward late": 2.0}
+    runs = runs_with(
+        list(specs),
+        runs_of(specs),
+        lambda spec: (
+            gained.get(spec.arm.rpartition(" at ")[0], 0.0) + 0.1 * noise_of(spec)
+        ),
+    )
+    answer, *_ = h13.answers(runs)
+    assert "mean of 2 tasks" in answer.primary[0].description
+    assert answer.remark.endswith(
+        "ViT, CIFAR-10 copies, nvfp4, ViT, CIFAR-10 copies, mxfp4"
+    )
+    assert answer.outcome.startswith("confirmed")
+
+    rated(STUDY, lambda spec: best_at_one(spec, level=-1.0))
+    answers = h13.answers(runs)
+    assert {a.outcome.partition(";")[0] for a in answers} == {"open"}
+    assert not any(a.primary for a in answers)

@@ -107,7 +107,8 @@ void round_scaled(const float* x, float* y, const float* scales, int64_t block, 
 // (0-d, or one for every row), e4m3 times that.
 Tensor round_blocks(const Tensor& x, const optional<Tensor>& range_scale, int64_t mantissa, int64_t min_exponent,
                     int64_t max_exponent, double largest, bool is_symmetric, const optional<Tensor>& key) {
-  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat, "x must be a float32 matrix");
+  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0 && x.scalar_type() == at::kFloat, "x must be a float32 matrix of blocks");
+  TORCH_CHECK(!key || (key->numel() == 1 && key->scalar_type() == at::kLong), "the key must be one int64");
   const Element e(mantissa, min_exponent, max_exponent, largest, is_symmetric);
   const Tensor held = x.contiguous();
   const int64_t rows = x.size(0), block = x.size(1);
@@ -115,7 +116,7 @@ Tensor round_blocks(const Tensor& x, const optional<Tensor>& range_scale, int64_
   if (range_scale) {
     range_scales = range_scale->contiguous();
     TORCH_CHECK(range_scales.scalar_type() == at::kFloat && (range_scales.numel() == 1 || range_scales.numel() == rows),
-                "the scale of a range must be float32, one or one for every row");
+                "range_scale must be float32, with one element or one for every block");
   }
   optional<Key> noise_key;
   if (key) noise_key.emplace(*key->const_data_ptr<int64_t>());

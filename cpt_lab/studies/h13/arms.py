@@ -1,17 +1,16 @@
 """Runs of H13 in ``docs/preregistration.md``: matmuls that switch from four bits to MXFP8 late.  No torch.
 
-A case is a task in a format of four bits, such as "llama/nvfp4". In a recipe both operands of a matmul have one format,
-so what an arm costs more than "4/4" is its share of matmuls in MXFP8, whatever the price of MXFP8: a fifteenth in four
-arms. The LSTM has no recipe. Its backward matmuls multiply a gradient by an operand of the forward pass, of another
-format in these arms, so that costs are equal in bit operations alone.
+A case is a task in a format of four bits, such as "llama/nvfp4". Both operands of a matmul have one format, so what an
+arm costs more than "4/4" is its share of matmuls in MXFP8, whatever the price of MXFP8: a fifteenth in ``SWITCHES``.
 
 >>> case = CASES["llama/nvfp4"]
 >>> for arm, (schedule, q_grad) in arms(case).items():
 ...     print(arm, round(schedule.relative_cost(q_grad, 8, ladder=case.recipe.formats), 3))
 4/4 0.25
 forward late 0.3
-gradients late 0.3
-both late 0.3
+input gradient late 0.3
+weight gradient late 0.3
+all late 0.3
 forward spread 0.3
 last layers wide 0.25
 8/8 1.0
@@ -20,7 +19,7 @@ last layers wide 0.25
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.search.custom_schedules import TableSchedule
@@ -31,33 +30,48 @@ from cpt_lab.studies.case import Case
 from cpt_lab.studies.tuned import TunedStudy
 
 LOW, HIGH = 4, 8  # levels: four bits and MXFP8
-STATIC, FORWARD, GRADIENTS, BOTH = "4/4", "forward late", "gradients late", "both late"
-SPREAD, WIDE, FULL = "forward spread", "last layers wide", "8/8"
+STATIC, FULL, WIDE = "4/4", "8/8", "last layers wide"
+FORWARD, ALL, SPREAD = "forward late", "all late", "forward spread"
+INPUT_GRADIENT, WEIGHT_GRADIENT = "input gradient late", "weight gradient late"
+SWITCHES = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ALL, SPREAD)  # of equal cost
 FP4_FORMATS, INTEGER_FORMATS = ("nvfp4", "mxfp4"), ("int4",)
 FORMATS = FP4_FORMATS + INTEGER_FORMATS
-FORWARD_DIVISOR = 5  # the last fifth of the steps, in which the learning rate decays
-# the parts of the steps at the end in which gradients, or all operands, are in MXFP8: with a recipe, without
-GRADIENT_DIVISORS, BOTH_DIVISORS = (10, 2), (15, 9)
-WIDE_SHARE = 0.15  # of the linear layers, as in NVIDIA's recipe
+DECAY_DIVISOR = 5  # the learning rate decays in the last fifth of the steps
+NUM_MATMULS = 3  # of a linear layer in a step, all of one size
+WIDE_FORMAT, WIDE_SHARE = "nvfp4", 0.15  # of the linear layers: NVIDIA's recipe
 
-WSD = {"lr_rule": "wsd", "q_min": LOW, "steps": 300}
-TRANSFORMER = WSD | {"optimizer": "adamw", "weight_decay": 0.1, "clip": 1.0}
+TRANSFORMER = {
+    "optimizer": "adamw",
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "lr_rule": "wsd",
+    "q_min": LOW,
+}
 LLAMA = TRANSFORMER | {
     "model": "llama",
     "hidden": 128,
     "layers": 4,
     "length": 64,
     "batch": 8,
-    "lr": 0.003,
+    "lr": 0.0015,
     "steps": 240,
 }
-VIT = TRANSFORMER | {"model": "vit", "batch": 32, "lr": 0.0005}
-# task -> the arguments of its case, and what the name of a ladder begins with: transformers are quantised by recipes,
-# an LSTM, for which recipes have no rules, rounds every tensor once
-TASKS: dict[str, tuple[tuple[str, str], Mapping[str, Any], str, str]] = {
-    "llama": (("pydoc", "language_model"), LLAMA, RECIPE_LADDER, "Llama, characters"),
-    "vit": (("cifar10-jpeg/", "image"), VIT, RECIPE_LADDER, "ViT, CIFAR-10 copies"),
-    "lstm": (("ptb", "language_model"), WSD, "", "LSTM, small Penn Treebank"),
+VIT = TRANSFORMER | {"model": "vit", "batch": 32, "lr": 0.0005, "steps": 300}
+
+
+class TaskSettings(NamedTuple):
+    """A task without its format: data set, kind of task, changed fields of its demo recipe, printed name."""
+
+    dataset: str
+    kind: str
+    changes: Mapping[str, Any]
+    title: str
+
+
+TASKS = {
+    "llama": TaskSettings("pydoc", "language_model", LLAMA, "Llama, characters"),
+    "words": TaskSettings("ptb", "language_model", LLAMA, "Llama, small Penn Treebank"),
+    "vit": TaskSettings("cifar10-jpeg/", "image", VIT, "ViT, CIFAR-10 copies"),
 }
 
 
@@ -67,10 +81,16 @@ def case_name(task: str, format: str) -> str:
 
 
 def _case(task: str, format: str) -> Case:
-    (dataset, kind), changes, prefix, title = TASKS[task]
-    ladder = {"ladder": f"{prefix}{format}"}
-    title = f"{title}, {format}"
-    return Case(dataset, kind, None, 12, 1.0, {**changes, **ladder}, HIGH, title)
+    settings = TASKS[task]
+    return Case(
+        settings.dataset,
+        settings.kind,
+        seeds=12,
+        margin=1.0,
+        changes={**settings.changes, "ladder": f"{RECIPE_LADDER}{format}"},
+        q_max=HIGH,
+        title=f"{settings.title}, {format}",
+    )
 
 
 CASES = {
@@ -78,38 +98,38 @@ CASES = {
 }
 
 
+def _late_switch(steps: int, divisor: int) -> TableSchedule:
+    """Return the schedule with MXFP8 in the last ``1 / divisor`` of the steps."""
+    num_high, rest = divmod(steps, divisor)
+    if rest:
+        raise ValueError(f"steps: expected a multiple of {divisor}, got {steps}")
+    return TableSchedule(((LOW, steps - num_high), (HIGH, num_high)))
+
+
 def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
     """Return (forward levels or levels of every role, gradient level) of every arm.
 
-    The forward matmuls are in MXFP8 in the last fifth of the steps ("forward late") or in every fifth step ("forward
-    spread"); both backward matmuls in the last tenth ("gradients late"); all in the last fifteenth ("both late").
-    For the LSTM, gradients are in MXFP8 in the last half, and all operands in the last ninth, as in H10.
+    One of the three matmuls of a layer is in MXFP8 in the last fifth of the steps ("forward late", "input gradient
+    late", "weight gradient late"), the forward matmul in every fifth step ("forward spread"), or all three are in the
+    last fifteenth ("all late").
     """
     steps = case.recipe.steps
-    has_recipe = case.recipe.ladder.startswith(RECIPE_LADDER)
-
-    def late(divisor: int) -> TableSchedule:
-        last = round(steps / divisor)
-        return TableSchedule(((LOW, steps - last), (HIGH, last)))
-
     static = StaticSchedule(LOW, steps)
+    late = _late_switch(steps, DECAY_DIVISOR)
+    all_late = _late_switch(steps, NUM_MATMULS * DECAY_DIVISOR)
     every_fifth = itertools.repeat(
-        ((LOW, FORWARD_DIVISOR - 1), (HIGH, 1)), steps // FORWARD_DIVISOR
+        ((LOW, DECAY_DIVISOR - 1), (HIGH, 1)), steps // DECAY_DIVISOR
     )
-    spread = TableSchedule(tuple(itertools.chain(*every_fifth)))
-    gradient, both = (
-        late(divisors[0 if has_recipe else 1])
-        for divisors in (GRADIENT_DIVISORS, BOTH_DIVISORS)
-    )
-    gradients = RoleSchedules(weight=static, activation=static, gradient=gradient)
+    by_role = partial(RoleSchedules, weight=static, activation=static)
     schedules: dict[str, tuple[Schedule, int | None]] = {
         STATIC: (static, LOW),
-        FORWARD: (late(FORWARD_DIVISOR), LOW),
-        GRADIENTS: (gradients, None),
-        BOTH: (RoleSchedules(both, both, both), None),
-        SPREAD: (spread, LOW),
+        FORWARD: (late, LOW),
+        INPUT_GRADIENT: (by_role(error=late, weight_gradient=static), None),
+        WEIGHT_GRADIENT: (by_role(error=static, weight_gradient=late), None),
+        ALL: (RoleSchedules(all_late, all_late, all_late), None),
+        SPREAD: (TableSchedule(tuple(itertools.chain(*every_fifth))), LOW),
     }
-    if has_recipe:
+    if case.recipe.ladder == f"{RECIPE_LADDER}{WIDE_FORMAT}":
         schedules[WIDE] = static, LOW
     return schedules | {FULL: (StaticSchedule(HIGH, steps), HIGH)}
 
@@ -121,10 +141,7 @@ def changes(case: Case, arm: str) -> Mapping[str, Any]:
     """
     if arm == WIDE:
         return {"wide_share": WIDE_SHARE}
-    if arm == FULL:
-        prefix = RECIPE_LADDER if case.recipe.ladder.startswith(RECIPE_LADDER) else ""
-        return {"ladder": f"{prefix}{FORMATS[0]}"}
-    return {}
+    return {"ladder": f"{RECIPE_LADDER}{FORMATS[0]}"} if arm == FULL else {}
 
 
 STUDY = TunedStudy(
@@ -140,7 +157,7 @@ STUDY = TunedStudy(
 )
 
 
-def _of_task(
+def task_runs(
     make: Callable[..., list[RunSpec]], task: str, seeds: Sequence[int] | None = None
 ) -> list[RunSpec]:
     """Return the runs of a task in all formats; runs that formats share come once."""
@@ -154,7 +171,7 @@ def _of_task(
 GRIDS = {}
 for _task in TASKS:
     _title = f"learning rates of every arm of H13, {_task}"
-    GRIDS[f"h13-rates/{_task}"] = (partial(_of_task, STUDY.rates, _task), _title)
+    GRIDS[f"h13-rates/{_task}"] = (partial(task_runs, STUDY.rates, _task), _title)
 for _task in TASKS:
     _title = f"{STUDY.description}, {_task}"
-    GRIDS[f"h13/{_task}"] = (partial(_of_task, STUDY.runs, _task), _title)
+    GRIDS[f"h13/{_task}"] = (partial(task_runs, STUDY.runs, _task), _title)
