@@ -423,7 +423,7 @@ def preregistered_outcomes():
         assert winner in " ".join(robust)
     yield (
         "README.md",
-        "Static 3 bits against a cycle, and 4 bits with 5-bit gradients against 3 bits with 8-bit gradients, win also",
+        "static 3 bits beats a cycle, and 4/5 beats 3 bits with 8-bit gradients.",
     )
     assert f"{wins} of equal cost by the margin" in report.HEADLINE
     yield "README.md", "inconclusive if all models are evaluated at 8 bits"

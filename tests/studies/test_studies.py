@@ -140,7 +140,8 @@ def test_study_preregistration_is_older_than_its_rows(store):
 def test_study_answers_are_inconclusive_without_runs():
     found = preregistered.all_answers(table([]))
     assert [a.question for a in found] == (
-        "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c H11a H11b H12a H12b"
+        "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c H11a H11b H12a H12b "
+        "H13a H13b H13c"
     ).split()
     assert all(a.outcome.startswith("open: ") and not a.primary for a in found)
     assert {a.outcome for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
