@@ -31,6 +31,7 @@ UNREACHED = {  # shown or downloaded, but no page of the contents
             "learning_rate_decay",
             "where_to_spend_bits",
             "when_to_switch",
+            "order_of_bits",
         )
     ),
 }
