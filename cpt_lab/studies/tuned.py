@@ -114,17 +114,38 @@ class TunedStudy:
             for seed in seeds
         ]
 
-    def grids(self) -> dict[str, tuple[Callable[..., list[RunSpec]], str]]:
-        """Return the grids of the study: name -> (function that makes the runs, description)."""
+    def grids(
+        self, tasks: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, tuple[Callable[..., list[RunSpec]], str]]:
+        """Return the grids of the study: name -> (function that makes the runs, description).
+
+        Args:
+            tasks: task -> its cases, whose runs make one grid; None makes a grid of every case.
+        """
+        cases_by_task = tasks or {case: [case] for case in self.cases}
         grids: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {}
-        rates_title = f"learning rates of every arm of {self.name.upper()}"
-        for case in self.cases:
-            title = f"{rates_title}, {case}"
-            grids[f"{self.name}-rates/{case}"] = (partial(self.rates, case), title)
-        for case in self.cases:
-            title = f"{self.description}, {case}"
-            grids[f"{self.name}/{case}"] = (partial(self.runs, case), title)
+        for prefix, make, description in (
+            (
+                f"{self.name}-rates",
+                self.rates,
+                f"learning rates of every arm of {self.name.upper()}",
+            ),
+            (self.name, self.runs, self.description),
+        ):
+            for task, cases in cases_by_task.items():
+                make_runs = partial(_runs_of_cases, make, cases)
+                grids[f"{prefix}/{task}"] = (make_runs, f"{description}, {task}")
         return grids
+
+
+def _runs_of_cases(
+    make: Callable[..., list[RunSpec]],
+    cases: Sequence[str],
+    seeds: Sequence[int] | None = None,
+) -> list[RunSpec]:
+    """Return the runs of some cases; those that they share come once."""
+    specs = [spec for case in cases for spec in make(case, seeds=seeds)]
+    return list({spec.key: spec for spec in specs}.values())
 
 
 def settings(study: TunedStudy, case: str) -> dict[str, tuple[float, str]]:

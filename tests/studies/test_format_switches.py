@@ -12,7 +12,7 @@ from cpt_core.quantization.convert import layer_precisions
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.studies.h13 import arms as h13_arms
 from cpt_lab.studies.h13 import outcome as h13
-from cpt_lab.studies.h13.arms import CASES, FORMATS, GRIDS, STUDY, TASKS
+from cpt_lab.studies.h13.arms import CASES, FOUR_BIT_FORMATS, GRIDS, STUDY, TASKS
 from cpt_lab.tasks.base import load_task_class
 from cpt_lab.training.session import Session
 from tests.studies.study_rows import (
@@ -28,7 +28,7 @@ PRICES = ("bitops", "wider_operand", "tensor_core", "multiplier", "energy")
 
 
 @pytest.mark.parametrize("cost", PRICES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FOUR_BIT_FORMATS)
 def test_h13_switches_cost_the_same_at_any_price(format, cost):
     case = CASES[f"llama/{format}"]
     arms, ladder = h13_arms.arms(case), case.recipe.formats
@@ -38,7 +38,7 @@ def test_h13_switches_cost_the_same_at_any_price(format, cost):
     }
     low, full = costs["4/4"], costs["8/8"]
     expected = low + (full - low) / 15
-    for arm in h13_arms.SWITCHES:
+    for arm in h13_arms.EQUAL_COST_ARMS:
         np.testing.assert_allclose(costs[arm], expected, rtol=1e-12)
 
 
@@ -49,9 +49,9 @@ def specs_at(case, arm, seeds=(700,)):
 
 def test_h13_formats_share_runs_in_mxfp8():
     for task in TASKS:
-        full = {specs_at(f"{task}/{f}", "8/8")[0].key for f in FORMATS}
-        low = {specs_at(f"{task}/{f}", "4/4")[0].key for f in FORMATS}
-        assert (len(full), len(low)) == (1, len(FORMATS))
+        full = {specs_at(f"{task}/{f}", "8/8")[0].key for f in FOUR_BIT_FORMATS}
+        low = {specs_at(f"{task}/{f}", "4/4")[0].key for f in FOUR_BIT_FORMATS}
+        assert (len(full), len(low)) == (1, len(FOUR_BIT_FORMATS))
     counts = {
         name: len(make()) for name, (make, _) in GRIDS.items() if "-rates" in name
     }
@@ -151,8 +151,8 @@ RUNS = {
         (GRADIENT, "int4"): 2.0,
     },
     "gradients first everywhere, at any time": {
-        **{(GRADIENT, format): 2.0 for format in FORMATS},
-        **{("forward spread", format): 1.0 for format in FORMATS},
+        **{(GRADIENT, format): 2.0 for format in FOUR_BIT_FORMATS},
+        **{("forward spread", format): 1.0 for format in FOUR_BIT_FORMATS},
     },
     "nothing differs": {},
 }

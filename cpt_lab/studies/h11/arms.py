@@ -8,9 +8,9 @@ A case is a task under a rule, such as "digits/constant". Every arm but "8/8" co
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from cpt_core.schedules.schedule import Schedule, ShortCycleWarning, StaticSched
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.schema import CYCLIC_RULES
-from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.studies.case import FACEBOOK, Case
 from cpt_lab.studies.tuned import TunedStudy
 
@@ -125,18 +124,9 @@ STUDY = TunedStudy(
 )
 
 
-def _of_task(
-    make: Callable[..., list[RunSpec]], task: str, seeds: Sequence[int] | None = None
-) -> list[RunSpec]:
-    """Return the runs of a task under all its rules."""
-    _, rules = TASKS[task]
-    return [spec for rule in rules for spec in make(case_name(task, rule), seeds=seeds)]
-
-
-GRIDS = {}
-for _task in TASKS:
-    _title = f"learning rates of every arm of H11, {_task}"
-    GRIDS[f"h11-rates/{_task}"] = (partial(_of_task, STUDY.rates, _task), _title)
-for _task in TASKS:
-    _title = f"{STUDY.description}, {_task}"
-    GRIDS[f"h11/{_task}"] = (partial(_of_task, STUDY.runs, _task), _title)
+GRIDS = STUDY.grids(
+    {
+        task: [case_name(task, rule) for rule in rules]
+        for task, (_, rules) in TASKS.items()
+    }
+)

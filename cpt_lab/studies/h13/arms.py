@@ -1,7 +1,8 @@
 """Runs of H13 in ``docs/preregistration.md``: matmuls that switch from four bits to MXFP8 late.  No torch.
 
 A case is a task in a format of four bits, such as "llama/nvfp4". Both operands of a matmul have one format, so what an
-arm costs more than "4/4" is its share of matmuls in MXFP8, whatever the price of MXFP8: a fifteenth in ``SWITCHES``.
+arm costs more than "4/4" is its share of matmuls in MXFP8, whatever the price of MXFP8. It is a fifteenth in
+``EQUAL_COST_ARMS``.
 
 >>> case = CASES["llama/nvfp4"]
 >>> for arm, (schedule, q_grad) in arms(case).items():
@@ -17,7 +18,7 @@ last layers wide 0.25
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,20 +26,28 @@ from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_lab.experiments.schema import RECIPE_LADDER
-from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.studies.case import Case
 from cpt_lab.studies.tuned import TunedStudy
 
 LOW, HIGH = 4, 8  # levels: four bits and MXFP8
-STATIC, FULL, WIDE = "4/4", "8/8", "last layers wide"
-FORWARD, ALL, SPREAD = "forward late", "all late", "forward spread"
-INPUT_GRADIENT, WEIGHT_GRADIENT = "input gradient late", "weight gradient late"
-SWITCHES = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ALL, SPREAD)  # of equal cost
+STATIC_ARM, FULL_ARM, WIDE_ARM = "4/4", "8/8", "last layers wide"
+FORWARD_ARM, ALL_ARM, SPREAD_ARM = "forward late", "all late", "forward spread"
+INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM = "input gradient late", "weight gradient late"
+EQUAL_COST_ARMS = (
+    FORWARD_ARM,
+    INPUT_GRADIENT_ARM,
+    WEIGHT_GRADIENT_ARM,
+    ALL_ARM,
+    SPREAD_ARM,
+)  # of equal cost
 FP4_FORMATS, INTEGER_FORMATS = ("nvfp4", "mxfp4"), ("int4",)
-FORMATS = FP4_FORMATS + INTEGER_FORMATS
+FOUR_BIT_FORMATS = FP4_FORMATS + INTEGER_FORMATS
 DECAY_DIVISOR = 5  # the learning rate decays in the last fifth of the steps
 NUM_MATMULS = 3  # of a linear layer in a step, all of one size
-WIDE_FORMAT, WIDE_SHARE = "nvfp4", 0.15  # of the linear layers: NVIDIA's recipe
+FORMAT_WITH_WIDE_LAYERS, WIDE_SHARE = (
+    "nvfp4",
+    0.15,
+)  # of the linear layers: NVIDIA's recipe
 
 TRANSFORMER = {
     "optimizer": "adamw",
@@ -94,7 +103,9 @@ def _case(task: str, format: str) -> Case:
 
 
 CASES = {
-    case_name(task, format): _case(task, format) for task in TASKS for format in FORMATS
+    case_name(task, format): _case(task, format)
+    for task in TASKS
+    for format in FOUR_BIT_FORMATS
 }
 
 
@@ -122,16 +133,16 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
     )
     by_role = partial(RoleSchedules, weight=static, activation=static)
     schedules: dict[str, tuple[Schedule, int | None]] = {
-        STATIC: (static, LOW),
-        FORWARD: (late, LOW),
-        INPUT_GRADIENT: (by_role(error=late, weight_gradient=static), None),
-        WEIGHT_GRADIENT: (by_role(error=static, weight_gradient=late), None),
-        ALL: (RoleSchedules(all_late, all_late, all_late), None),
-        SPREAD: (TableSchedule(tuple(itertools.chain(*every_fifth))), LOW),
+        STATIC_ARM: (static, LOW),
+        FORWARD_ARM: (late, LOW),
+        INPUT_GRADIENT_ARM: (by_role(error=late, weight_gradient=static), None),
+        WEIGHT_GRADIENT_ARM: (by_role(error=static, weight_gradient=late), None),
+        ALL_ARM: (RoleSchedules(all_late, all_late, all_late), None),
+        SPREAD_ARM: (TableSchedule(tuple(itertools.chain(*every_fifth))), LOW),
     }
-    if case.recipe.ladder == f"{RECIPE_LADDER}{WIDE_FORMAT}":
-        schedules[WIDE] = static, LOW
-    return schedules | {FULL: (StaticSchedule(HIGH, steps), HIGH)}
+    if case.recipe.ladder == f"{RECIPE_LADDER}{FORMAT_WITH_WIDE_LAYERS}":
+        schedules[WIDE_ARM] = static, LOW
+    return schedules | {FULL_ARM: (StaticSchedule(HIGH, steps), HIGH)}
 
 
 def changes(case: Case, arm: str) -> Mapping[str, Any]:
@@ -139,9 +150,11 @@ def changes(case: Case, arm: str) -> Mapping[str, Any]:
 
     All formats have the same MXFP8: its runs are those of the first format.
     """
-    if arm == WIDE:
+    if arm == WIDE_ARM:
         return {"wide_share": WIDE_SHARE}
-    return {"ladder": f"{RECIPE_LADDER}{FORMATS[0]}"} if arm == FULL else {}
+    return (
+        {"ladder": f"{RECIPE_LADDER}{FOUR_BIT_FORMATS[0]}"} if arm == FULL_ARM else {}
+    )
 
 
 STUDY = TunedStudy(
@@ -157,21 +170,6 @@ STUDY = TunedStudy(
 )
 
 
-def task_runs(
-    make: Callable[..., list[RunSpec]], task: str, seeds: Sequence[int] | None = None
-) -> list[RunSpec]:
-    """Return the runs of a task in all formats; runs that formats share come once."""
-    specs: dict[str, RunSpec] = {}
-    for format in FORMATS:
-        for spec in make(case_name(task, format), seeds=seeds):
-            specs.setdefault(spec.key, spec)
-    return list(specs.values())
-
-
-GRIDS = {}
-for _task in TASKS:
-    _title = f"learning rates of every arm of H13, {_task}"
-    GRIDS[f"h13-rates/{_task}"] = (partial(task_runs, STUDY.rates, _task), _title)
-for _task in TASKS:
-    _title = f"{STUDY.description}, {_task}"
-    GRIDS[f"h13/{_task}"] = (partial(task_runs, STUDY.runs, _task), _title)
+GRIDS = STUDY.grids(
+    {task: [case_name(task, format) for format in FOUR_BIT_FORMATS] for task in TASKS}
+)

@@ -11,17 +11,17 @@ from cpt_lab.analysis.estimates import Estimate, significant_effects
 from cpt_lab.analysis.preregistered import Answer, interval_figure, margin_lines
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.studies.h13.arms import (
-    FORWARD,
+    EQUAL_COST_ARMS,
+    FORWARD_ARM,
     FP4_FORMATS,
-    FULL,
-    INPUT_GRADIENT,
+    FULL_ARM,
+    INPUT_GRADIENT_ARM,
     INTEGER_FORMATS,
-    SPREAD,
-    STATIC,
+    SPREAD_ARM,
+    STATIC_ARM,
     STUDY,
-    SWITCHES,
-    WEIGHT_GRADIENT,
-    WIDE,
+    WEIGHT_GRADIENT_ARM,
+    WIDE_ARM,
 )
 from cpt_lab.studies.tuned_outcome import (
     Question,
@@ -32,7 +32,7 @@ from cpt_lab.studies.tuned_outcome import (
     show_table,
 )
 
-GRADIENTS = (INPUT_GRADIENT, WEIGHT_GRADIENT)
+GRADIENT_ARMS = (INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM)
 FIGURE_ALT = "a late switch of the forward matmuls minus one of a gradient, and minus forward matmuls spread over time"
 tasks = partial(complete, STUDY)
 
@@ -44,7 +44,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 
 def gain(task: Task, others: Sequence[str], rule: str = "") -> Estimate:
     """Return the gain of the late forward switch on the best of other arms on held-out data."""
-    return task.gain(FORWARD, task.best(others), rule)
+    return task.gain(FORWARD_ARM, task.best(others), rule)
 
 
 def mean_gain(
@@ -55,7 +55,7 @@ def mean_gain(
     format = tasks_of_format[0].case.partition("/")[2]
     names = " or ".join(others)
     return Estimate(
-        f"{format}, {FORWARD} minus {names}, mean of {len(gains)} tasks",
+        f"{format}, {FORWARD_ARM} minus {names}, mean of {len(gains)} tasks",
         "margins",
         np.mean([g.values / g.margin for g in gains], axis=0),
         1.0,
@@ -70,7 +70,7 @@ def _by_format(parts: Sequence[Task], formats: Sequence[str]) -> list[list[Task]
             part
             for part in parts
             if part.case.partition("/")[2] == format
-            and part.best([STATIC, FULL]) == FULL
+            and part.best([STATIC_ARM, FULL_ARM]) == FULL_ARM
         ]
         if tasks_of_format:
             found.append(tasks_of_format)
@@ -123,15 +123,15 @@ def _answer(
 QUESTIONS: dict[str, Question] = {
     "H13a": (
         "In FP4, is it better to switch the forward matmuls late than those of a gradient?",
-        partial(_answer, others=GRADIENTS, formats=FP4_FORMATS),
+        partial(_answer, others=GRADIENT_ARMS, formats=FP4_FORMATS),
     ),
     "H13b": (
         "In int4, is it worse to switch the forward matmuls late than those of a gradient?",
-        partial(_answer, others=GRADIENTS, formats=INTEGER_FORMATS, sign=-1),
+        partial(_answer, others=GRADIENT_ARMS, formats=INTEGER_FORMATS, sign=-1),
     ),
     "H13c": (
         "In FP4, is a late switch of the forward matmuls better than the same MXFP8 steps spread over the training?",
-        partial(_answer, others=(SPREAD,), formats=FP4_FORMATS),
+        partial(_answer, others=(SPREAD_ARM,), formats=FP4_FORMATS),
     ),
 }
 
@@ -139,9 +139,9 @@ QUESTIONS: dict[str, Question] = {
 def gains(parts: Sequence[Task]) -> pd.DataFrame:
     """Return a printable table of what every arm gains on four bits alone, and of what MXFP8 alone gains."""
     columns: dict[str, list[str]] = {"task": [part.name for part in parts]}
-    for arm in (*SWITCHES, WIDE, FULL):
-        columns[f"{arm} minus {STATIC} [95 %]"] = [
-            part.gain(arm, STATIC).text() if arm in part.settings else "–"
+    for arm in (*EQUAL_COST_ARMS, WIDE_ARM, FULL_ARM):
+        columns[f"{arm} minus {STATIC_ARM} [95 %]"] = [
+            part.gain(arm, STATIC_ARM).text() if arm in part.settings else "–"
             for part in parts
         ]
     return pd.DataFrame(columns | level_columns(parts))
@@ -150,9 +150,9 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
 def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
     """Return a printable table of the late forward switch against the other arms of its cost."""
     columns: dict[str, list[str]] = {"task": [part.name for part in parts]}
-    for other in SWITCHES[1:]:
-        columns[f"{FORWARD} minus {other} [95 %]"] = [
-            part.gain(FORWARD, other).text() for part in parts
+    for other in EQUAL_COST_ARMS[1:]:
+        columns[f"{FORWARD_ARM} minus {other} [95 %]"] = [
+            part.gain(FORWARD_ARM, other).text() for part in parts
         ]
     return pd.DataFrame(columns | level_columns(parts))
 
@@ -160,7 +160,7 @@ def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
 def figure(parts: Sequence[Task]) -> Figure:
     """Draw the late forward switch minus the better gradient switch and minus a spread one, in units of the margin."""
     lines = []
-    for others, word in ((GRADIENTS, "gradient"), ((SPREAD,), "spread")):
+    for others, word in ((GRADIENT_ARMS, "gradient"), ((SPREAD_ARM,), "spread")):
         names = [
             f"{part.name}: forward late minus {part.best(others)}" for part in parts
         ]
@@ -177,9 +177,9 @@ def figure(parts: Sequence[Task]) -> Figure:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the results of H13, once all runs of a task are stored."""
     note = (
-        f"H13 of docs/preregistration.md. {', '.join(SWITCHES)} cost the same whatever MXFP8 costs: a fifteenth of the "
-        "matmuls of quantised layers is in MXFP8, the others have four bits. Learning rate and bits of evaluation of "
-        "every arm were chosen on held-out data."
+        f"H13 of docs/preregistration.md. {', '.join(EQUAL_COST_ARMS)} cost the same whatever MXFP8 costs: a fifteenth of "
+        "the matmuls of quantised layers is in MXFP8, the others have four bits. Learning rate and bits of evaluation "
+        "of every arm were chosen on held-out data."
     )
     return show_table(
         STUDY,
