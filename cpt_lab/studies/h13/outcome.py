@@ -177,9 +177,9 @@ def figure(parts: Sequence[Task]) -> Figure:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the results of H13, once all runs of a task are stored."""
     note = (
-        f"H13 of docs/preregistration.md. {', '.join(EQUAL_COST_ARMS)} cost the same whatever MXFP8 costs: a fifteenth of "
-        "the matmuls of quantised layers is in MXFP8, the others have four bits. Learning rate and bits of evaluation "
-        "of every arm were chosen on held-out data."
+        f"H13 of docs/preregistration.md. {', '.join(EQUAL_COST_ARMS)} cost the same whatever MXFP8 costs: a fifteenth "
+        "of the matmuls of quantised layers is in MXFP8, the others have four bits. Learning rate and bits of "
+        "evaluation of every arm were chosen on held-out data."
     )
     return show_table(
         STUDY,
