@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 HEAD_SIZE = 32  # of an attention head
-PATCH_SIZE, IMAGE_HIDDEN_SIZE, IMAGE_LAYERS = 4, 128, 4  # of ``ImageTransformer``
+PATCH_SIZE, IMAGE_HIDDEN_SIZE, IMAGE_LAYERS = 4, 64, 2  # of ``ImageTransformer``
 
 
 class CausalLanguageModel(nn.Module):
@@ -50,7 +50,7 @@ class CausalLanguageModel(nn.Module):
 
 
 class ImageTransformer(nn.Module):
-    """A vision transformer of four layers, 128 wide, on patches of 4 x 4 pixels.
+    """A vision transformer of two layers, 64 wide, on patches of 4 x 4 pixels.
 
     Args:
         channels: number of colours of an image.

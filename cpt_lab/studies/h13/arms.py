@@ -49,23 +49,24 @@ FORMAT_WITH_WIDE_LAYERS, WIDE_SHARE = (
     0.15,
 )  # of the linear layers: NVIDIA's recipe
 
-TRANSFORMER = {
+TRAINING = {
     "optimizer": "adamw",
     "weight_decay": 0.1,
     "clip": 1.0,
     "lr_rule": "wsd",
     "q_min": LOW,
+    "steps": 450,
 }
-LLAMA = TRANSFORMER | {
+LLAMA = TRAINING | {
     "model": "llama",
-    "hidden": 128,
-    "layers": 4,
-    "length": 64,
+    "hidden": 64,
+    "layers": 2,
+    "length": 32,
     "batch": 8,
-    "lr": 0.0015,
-    "steps": 240,
+    "lr": 0.003,
 }
-VIT = TRANSFORMER | {"model": "vit", "batch": 32, "lr": 0.0005, "steps": 300}
+VIT = TRAINING | {"model": "vit", "batch": 32, "lr": 0.002}
+MLP = TRAINING | {"model": "mlp4", "batch": 32, "lr": 0.002}
 
 
 class TaskSettings(NamedTuple):
@@ -79,8 +80,8 @@ class TaskSettings(NamedTuple):
 
 TASKS = {
     "llama": TaskSettings("pydoc", "language_model", LLAMA, "Llama, characters"),
-    "words": TaskSettings("ptb", "language_model", LLAMA, "Llama, small Penn Treebank"),
-    "vit": TaskSettings("cifar10-jpeg/", "image", VIT, "ViT, CIFAR-10 copies"),
+    "vit": TaskSettings("digits", "image", VIT, "ViT, digits"),
+    "mlp": TaskSettings("digits", "image", MLP, "MLP, digits"),
 }
 
 
