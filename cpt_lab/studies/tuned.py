@@ -25,8 +25,9 @@ RATE_FACTORS = (0.5, 1.0, 2.0)  # multiples of the recipe's learning rate
 EXTENSION = 2**0.5  # ratio of the rates that extend a grid beyond an end
 MAX_RATES = 14  # of an arm; at the last one its grid ends, wherever the best is
 # bits of evaluation -> precision of a metric in rows
+EIGHT_BITS = "8 bits"
 EVALUATION_SUFFIXES = {
-    "8 bits": "q_max",
+    EIGHT_BITS: "q_max",
     "their own bits": "current",
 }
 
@@ -47,6 +48,10 @@ class TunedStudy:
     extends_rates: bool = False
     # from a task and an arm to the fields of its recipe that the arm changes
     changes: Callable[[Case, str], Mapping[str, Any]] = lambda case, arm: {}
+    # from an arm to the arm whose learning rate and bits of evaluation it takes; by default every arm has its own
+    tuned_as: Callable[[str], str] = lambda arm: arm
+    # bits of evaluation to choose from, keys of ``EVALUATION_SUFFIXES``
+    evaluations: Sequence[str] = tuple(EVALUATION_SUFFIXES)
 
     @property
     def file(self) -> str:
@@ -60,7 +65,7 @@ class TunedStudy:
     def rates(
         self, case: str = "digits", seeds: Sequence[int] | None = None
     ) -> list[RunSpec]:
-        """Return the runs that choose every arm's learning rate and evaluation bits.
+        """Return the runs that choose learning rates and evaluation bits, of the arms that have their own.
 
         With ``extends_rates`` they depend on the stored rows: they are complete when all of them are stored.
         """
@@ -92,7 +97,7 @@ class TunedStudy:
         task = self.case(case)
         specs = []
         for arm, setting in self.arms(task).items():
-            for rate in rates_by_arm[arm]:
+            for rate in rates_by_arm.get(arm, ()):
                 specs += self.specs_at(task, arm, setting, rate, seeds)
         return specs
 
@@ -149,11 +154,15 @@ def _runs_of_cases(
 
 
 def settings(study: TunedStudy, case: str) -> dict[str, tuple[float, str]]:
-    """Return the best (rate, key of ``EVALUATION_SUFFIXES``) of every arm on held-out data, by the mean over seeds."""
-    return {
+    """Return the best (rate, key of ``EVALUATION_SUFFIXES``) of every arm on held-out data, by the mean over seeds.
+
+    An arm takes that of ``study.tuned_as(arm)``.
+    """
+    best = {
         arm: max(quality_by_setting, key=quality_by_setting.__getitem__)
         for arm, quality_by_setting in held_out(study, case).items()
     }
+    return {arm: best[study.tuned_as(arm)] for arm in study.arms(study.case(case))}
 
 
 def rates_at_ends(study: TunedStudy) -> pd.DataFrame:
@@ -169,9 +178,10 @@ def rates_at_ends(study: TunedStudy) -> pd.DataFrame:
     for name, case in study.cases.items():
         factors = {arm: tuning.factors for arm, tuning in _tune(study, name).items()}
         try:
-            chosen = {arm: rate for arm, (rate, _) in settings(study, name).items()}
+            rates = {arm: rate for arm, (rate, _) in settings(study, name).items()}
         except NotMeasuredError:
             continue
+        chosen = {arm: rates[arm] for arm in factors}
         lines.append(
             (
                 case.title or name,
@@ -186,7 +196,7 @@ def rates_at_ends(study: TunedStudy) -> pd.DataFrame:
 
 
 def held_out(study: TunedStudy, case: str) -> dict[str, dict[tuple[float, str], float]]:
-    """Return the mean quality of every arm on held-out data, by (rate, key of ``EVALUATION_SUFFIXES``).
+    """Return the mean quality of every arm with an own rate on held-out data, by (rate, bits of evaluation).
 
     The quality is minus the loss on text, the accuracy elsewhere; a run that diverged counts as chance.
     """
@@ -217,7 +227,7 @@ class _Tuning(NamedTuple):
 
 
 def _tune(study: TunedStudy, case: str) -> dict[str, _Tuning]:
-    """Return the learning rates of every arm, extended as the stored rows ask for."""
+    """Return the learning rates of every arm with an own rate, extended as the stored rows ask for."""
     path = results_dir() / study.file
     if not path.exists():
         return _tune_from(study, case, path, None)
@@ -235,7 +245,7 @@ def _rows_by_key(path: Path, version: tuple[int, int] | None) -> dict[str, Resul
 def _tune_from(
     study: TunedStudy, case: str, path: Path, version: tuple[int, int] | None
 ) -> dict[str, _Tuning]:
-    """Return the learning rates of every arm by the rows of a file; ``version`` changes with the file."""
+    """Return the learning rates of every arm with an own rate by the rows of a file; ``version`` changes with it."""
     rows, task = _rows_by_key(path, version), study.case(case)
 
     def tune(arm: str, setting: tuple[Schedule, int | None]) -> _Tuning:
@@ -249,7 +259,8 @@ def _tune_from(
                 stored = [rows[spec.key] for spec in specs if spec.key in rows]
                 num_missing += len(specs) - len(stored)
                 if len(stored) == len(specs):
-                    for name, precision in EVALUATION_SUFFIXES.items():
+                    for name in study.evaluations:
+                        precision = EVALUATION_SUFFIXES[name]
                         values = [
                             _held_out_quality(row, task, precision) for row in stored
                         ]
@@ -264,7 +275,11 @@ def _tune_from(
                     new_factors = [best / EXTENSION]
         return _Tuning(tuple(factors), qualities, num_missing)
 
-    return {arm: tune(arm, setting) for arm, setting in study.arms(task).items()}
+    return {
+        arm: tune(arm, setting)
+        for arm, setting in study.arms(task).items()
+        if study.tuned_as(arm) == arm
+    }
 
 
 def _held_out_quality(row: Mapping[str, Any], task: Case, precision: str) -> float:

@@ -89,6 +89,10 @@ class Task:
         differences = self.quality(arm, rule) - self.quality(other, rule)
         return Estimate(description, self.unit, differences, self.margin)
 
+    def held_out_gain(self, arm: str, other: str) -> float:
+        """Return the quality of an arm minus that of another on held-out data, for arms that have their own rates."""
+        return 100 * (self._held_out[arm] - self._held_out[other])
+
     def best(self, arms: Sequence[str]) -> str:
         """Return the best of some arms on held-out data, among those that the task has."""
         own_arms = [arm for arm in arms if arm in self._held_out]

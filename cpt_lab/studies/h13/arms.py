@@ -1,8 +1,8 @@
 """Runs of H13 in ``docs/preregistration.md``: matmuls that switch from four bits to MXFP8 late.  No torch.
 
-A case is a task in a format of four bits, such as "llama/nvfp4". Both operands of a matmul have one format, so what an
-arm costs more than "4/4" is its share of matmuls in MXFP8, whatever the price of MXFP8. It is a fifteenth in
-``EQUAL_COST_ARMS``.
+A case is a task in a recipe of four bits, such as "llama/nvfp4". Both operands of a matmul have one format, so what an
+arm costs more than "4/4" is its share of matmuls in MXFP8, at any price per multiply-accumulate. It is a fifteenth in
+``EQUAL_COST_ARMS``, where all matmuls have one size.
 
 >>> case = CASES["llama/nvfp4"]
 >>> for arm, (schedule, q_grad) in arms(case).items():
@@ -27,7 +27,7 @@ from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_lab.experiments.schema import RECIPE_LADDER
 from cpt_lab.studies.case import Case
-from cpt_lab.studies.tuned import TunedStudy
+from cpt_lab.studies.tuned import EIGHT_BITS, TunedStudy
 
 LOW, HIGH = 4, 8  # levels: four bits and MXFP8
 STATIC_ARM, FULL_ARM, WIDE_ARM = "4/4", "8/8", "last layers wide"
@@ -40,14 +40,12 @@ EQUAL_COST_ARMS = (
     ALL_ARM,
     SPREAD_ARM,
 )  # of equal cost
-FP4_FORMATS, INTEGER_FORMATS = ("nvfp4", "mxfp4"), ("int4",)
-FOUR_BIT_FORMATS = FP4_FORMATS + INTEGER_FORMATS
+NVFP4, MXFP4, INT4 = "nvfp4", "mxfp4", "int4"  # keys of ``cpt.recipes``
+FOUR_BIT_FORMATS = (NVFP4, MXFP4, INT4)
 DECAY_DIVISOR = 5  # the learning rate decays in the last fifth of the steps
 NUM_MATMULS = 3  # of a linear layer in a step, all of one size
-FORMAT_WITH_WIDE_LAYERS, WIDE_SHARE = (
-    "nvfp4",
-    0.15,
-)  # of the linear layers: NVIDIA's recipe
+WIDE_SHARE = 0.15  # of the linear layers, in NVIDIA's recipe
+TASKS_WITH_WIDE_LAYERS = ("llama", "vit")  # in the MLP it is the last layer alone
 
 TRAINING = {
     "optimizer": "adamw",
@@ -65,8 +63,9 @@ LLAMA = TRAINING | {
     "batch": 8,
     "lr": 0.003,
 }
-VIT = TRAINING | {"model": "vit", "batch": 32, "lr": 0.002}
-MLP = TRAINING | {"model": "mlp4", "batch": 32, "lr": 0.002}
+DIGITS = TRAINING | {"lr": 0.002, "train_images": 896}  # a multiple of both batches
+VIT = DIGITS | {"model": "vit", "batch": 32}
+MLP = DIGITS | {"model": "mlp4", "batch": 64}
 
 
 class TaskSettings(NamedTuple):
@@ -95,7 +94,7 @@ def _case(task: str, format: str) -> Case:
     return Case(
         settings.dataset,
         settings.kind,
-        seeds=12,
+        seeds=16,
         margin=1.0,
         changes={**settings.changes, "ladder": f"{RECIPE_LADDER}{format}"},
         q_max=HIGH,
@@ -141,7 +140,7 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
         ALL_ARM: (RoleSchedules(all_late, all_late, all_late), None),
         SPREAD_ARM: (TableSchedule(tuple(itertools.chain(*every_fifth))), LOW),
     }
-    if case.recipe.ladder == f"{RECIPE_LADDER}{FORMAT_WITH_WIDE_LAYERS}":
+    if case in (CASES[case_name(task, NVFP4)] for task in TASKS_WITH_WIDE_LAYERS):
         schedules[WIDE_ARM] = static, LOW
     return schedules | {FULL_ARM: (StaticSchedule(HIGH, steps), HIGH)}
 
@@ -149,13 +148,16 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
 def changes(case: Case, arm: str) -> Mapping[str, Any]:
     """Return the fields of a case's recipe that an arm changes.
 
-    All formats have the same MXFP8: its runs are those of the first format.
+    All recipes have the same MXFP8: its runs are those of ``nvfp4``.
     """
     if arm == WIDE_ARM:
         return {"wide_share": WIDE_SHARE}
-    return (
-        {"ladder": f"{RECIPE_LADDER}{FOUR_BIT_FORMATS[0]}"} if arm == FULL_ARM else {}
-    )
+    return {"ladder": f"{RECIPE_LADDER}{NVFP4}"} if arm == FULL_ARM else {}
+
+
+def tuned_as(arm: str) -> str:
+    """Return the arm whose learning rate an arm takes: up to its switch, a late arm is the training of 4/4."""
+    return arm if arm == FULL_ARM else STATIC_ARM
 
 
 STUDY = TunedStudy(
@@ -163,11 +165,13 @@ STUDY = TunedStudy(
     "which matmuls switch from four bits to MXFP8, and when",
     CASES,
     arms,
-    tuning_seeds=range(50, 52),
+    tuning_seeds=range(60, 66),
     first_seed=700,
     rate_factors=(0.25, 0.5, 1.0, 2.0),
     extends_rates=True,
     changes=changes,
+    tuned_as=tuned_as,
+    evaluations=(EIGHT_BITS,),
 )
 
 

@@ -13,10 +13,10 @@ from cpt_lab.analysis.rendering import Section
 from cpt_lab.studies.h13.arms import (
     EQUAL_COST_ARMS,
     FORWARD_ARM,
-    FP4_FORMATS,
     FULL_ARM,
     INPUT_GRADIENT_ARM,
-    INTEGER_FORMATS,
+    INT4,
+    MXFP4,
     SPREAD_ARM,
     STATIC_ARM,
     STUDY,
@@ -33,6 +33,10 @@ from cpt_lab.studies.tuned_outcome import (
 )
 
 GRADIENT_ARMS = (INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM)
+GRADIENTS = (GRADIENT_ARMS, "the mean of both gradients late")  # arms, and their name
+STATIC, SPREAD = ((STATIC_ARM,), STATIC_ARM), ((SPREAD_ARM,), SPREAD_ARM)
+MIN_GAIN = 0.5  # of MXFP8 on held-out data in margins, for a task to count
+MIN_TASKS = 2  # that count, for an answer
 FIGURE_ALT = "a late switch of the forward matmuls minus one of a gradient, and minus forward matmuls spread over time"
 tasks = partial(complete, STUDY)
 
@@ -42,96 +46,143 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return answer_questions(*tasks(runs), QUESTIONS)
 
 
-def gain(task: Task, others: Sequence[str], rule: str = "") -> Estimate:
-    """Return the gain of the late forward switch on the best of other arms on held-out data."""
-    return task.gain(FORWARD_ARM, task.best(others), rule)
+def forward_gain(
+    task: Task, others: tuple[Sequence[str], str], rule: str = ""
+) -> Estimate:
+    """Return the quality of the late forward switch minus the mean of other arms.
+
+    Args:
+        task: a task in a recipe.
+        others: (arms, their name).
+        rule: of evaluation; "" for MXFP8.
+    """
+    arms, name = others
+    baseline = np.mean([task.quality(arm, rule) for arm in arms], axis=0)
+    values = task.quality(FORWARD_ARM, rule) - baseline
+    description = f"{task.name}, {FORWARD_ARM} minus {name}"
+    return Estimate(description, task.unit, values, task.margin)
+
+
+def counted_tasks(parts: Sequence[Task], *formats: str) -> list[dict[str, Task]]:
+    """Return format -> task, for the tasks in which MXFP8 gains enough in all of some formats."""
+    by_case = {tuple(part.case.split("/")): part for part in parts}
+    counted = []
+    for name in dict.fromkeys(task for task, _ in by_case):
+        by_format = {format: by_case[name, format] for format in formats}
+        if all(_has_gain(task) for task in by_format.values()):
+            counted.append(by_format)
+    return counted
+
+
+def _has_gain(task: Task) -> bool:
+    return task.held_out_gain(FULL_ARM, STATIC_ARM) >= MIN_GAIN * task.margin
 
 
 def mean_gain(
-    tasks_of_format: Sequence[Task], others: Sequence[str], rule: str = ""
-) -> Estimate:
-    """Return the mean over tasks of ``gain`` in margins, by seed."""
-    gains = [gain(task, others, rule) for task in tasks_of_format]
-    format = tasks_of_format[0].case.partition("/")[2]
-    names = " or ".join(others)
-    return Estimate(
-        f"{format}, {FORWARD_ARM} minus {names}, mean of {len(gains)} tasks",
-        "margins",
-        np.mean([g.values / g.margin for g in gains], axis=0),
-        1.0,
-    )
+    parts: Sequence[Task],
+    others: tuple[Sequence[str], str],
+    format: str,
+    minus: str = "",
+    rule: str = "",
+) -> Estimate | None:
+    """Return the mean of ``forward_gain`` in margins over the tasks that count, by seed; None for too few.
 
+    Args:
+        parts: all tasks.
+        others: (arms, their name).
+        format: name of a recipe.
+        minus: recipe whose gain is subtracted; "" for none.
+        rule: of evaluation; "" for MXFP8.
+    """
+    formats = (format, minus) if minus else (format,)
+    counted = counted_tasks(parts, *formats)
+    if len(counted) < MIN_TASKS:
+        return None
 
-def _by_format(parts: Sequence[Task], formats: Sequence[str]) -> list[list[Task]]:
-    """Return the tasks of every format in which MXFP8 is better than four bits on held-out data."""
-    found = []
-    for format in formats:
-        tasks_of_format = [
-            part
-            for part in parts
-            if part.case.partition("/")[2] == format
-            and part.best([STATIC_ARM, FULL_ARM]) == FULL_ARM
+    def in_margins(task: Task) -> np.ndarray:
+        return forward_gain(task, others, rule).values / task.margin
+
+    values = [in_margins(by_format[format]) for by_format in counted]
+    if minus:
+        values = [
+            gain - in_margins(by_format[minus])
+            for gain, by_format in zip(values, counted, strict=True)
         ]
-        if tasks_of_format:
-            found.append(tasks_of_format)
-    return found
+    name = f"{format} minus {minus}" if minus else format
+    description = (
+        f"{name}, {FORWARD_ARM} minus {others[1]}, mean of {len(counted)} tasks"
+    )
+    return Estimate(description, "margins", np.mean(values, axis=0), 1.0)
 
 
 def _answer(
     parts: Sequence[Task],
-    others: Sequence[str],
-    formats: Sequence[str],
-    sign: int = 1,
+    compared: Sequence[tuple[Sequence[str], str]],
+    words: tuple[str, str],
+    minus: str = "",
     rule: str = "",
 ) -> Answer:
-    """Return the answer to whether the late forward switch is better than other arms; worse for ``sign`` -1."""
-    answerable = _by_format(parts, formats)
-    primary = [mean_gain(tasks, others, rule) for tasks in answerable]
-    side, opposite = ("greater", "less") if sign > 0 else ("less", "greater")
-    is_tested = len(primary) == len(formats)
-    p = max((effect.p(0.0, side) for effect in primary), default=1.0)
-    better, worse = "better", "worse"
-    against = significant_effects(primary, opposite, 0.025) if primary else []
-    contradicted = ""
-    if against:
-        contradicted = (
-            f"contradicted: the late forward switch is {worse if sign > 0 else better} "
-            f"({'; '.join(against)})"
-        )
+    """Return an answer for MXFP4: all effects have to be positive, the first one contradicts.
+
+    Args:
+        parts: all tasks.
+        compared: (arms, their name), which the late forward switch is compared with.
+        words: what is confirmed, and what contradicts.
+        minus: recipe whose effects are subtracted; "" for none.
+        rule: of evaluation; "" for MXFP8.
+    """
+    effects = [mean_gain(parts, others, MXFP4, minus, rule) for others in compared]
+    primary = [effect for effect in effects if effect is not None]
     left_out = [
         part.name
         for part in parts
-        if part.case.partition("/")[2] in formats
-        and not any(part in tasks for tasks in answerable)
+        if part.case.partition("/")[2] in (MXFP4, minus) and not _has_gain(part)
     ]
     remark = ""
     if left_out:
-        remark = f"left out, as MXFP8 is not better there: {', '.join(left_out)}"
+        remark = f"left out, as MXFP8 gains too little there: {', '.join(left_out)}"
+    secondary = [forward_gain(part, compared[0], rule) for part in parts]
+    if not primary:
+        return Answer(secondary=tuple(secondary), remark=remark, outcome="open")
+
+    contradicted = ""
+    if significant_effects(primary[:1], "less", 0.025):
+        contradicted = f"contradicted: {words[1]}"
     return Answer(
         primary=tuple(primary),
-        p=p if is_tested else 1.0,
-        words=(
-            f"confirmed: the late forward switch is {better if sign > 0 else worse}",
-            contradicted,
-        ),
-        secondary=tuple(gain(part, others, rule) for part in parts),
+        p=max(effect.p(0.0, "greater") for effect in primary),
+        words=(f"confirmed: {words[0]}", contradicted),
+        secondary=tuple(secondary),
         remark=remark,
-        outcome="" if primary else f"open; {remark}",
     )
 
 
 QUESTIONS: dict[str, Question] = {
     "H13a": (
-        "In FP4, is it better to switch the forward matmuls late than those of a gradient?",
-        partial(_answer, others=GRADIENT_ARMS, formats=FP4_FORMATS),
+        "In the recipe for MXFP4, is it better to switch the forward matmuls late than those of a gradient?",
+        partial(
+            _answer,
+            compared=(GRADIENTS, STATIC),
+            words=("the forward matmuls should switch", "a gradient should switch"),
+        ),
     ),
     "H13b": (
-        "In int4, is it worse to switch the forward matmuls late than those of a gradient?",
-        partial(_answer, others=GRADIENT_ARMS, formats=INTEGER_FORMATS, sign=-1),
+        "Does that depend on the recipe: is it more so for MXFP4 than for int4?",
+        partial(
+            _answer,
+            compared=(GRADIENTS,),
+            words=("more so for MXFP4", "more so for int4"),
+            minus=INT4,
+        ),
     ),
     "H13c": (
-        "In FP4, is a late switch of the forward matmuls better than the same MXFP8 steps spread over the training?",
-        partial(_answer, others=(SPREAD_ARM,), formats=FP4_FORMATS),
+        "In the recipe for MXFP4, is a late switch of the forward matmuls better than the same MXFP8 steps spread over "
+        "the training?",
+        partial(
+            _answer,
+            compared=(SPREAD,),
+            words=("late is better", "spread is better"),
+        ),
     ),
 }
 
@@ -144,7 +195,8 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
             part.gain(arm, STATIC_ARM).text() if arm in part.settings else "–"
             for part in parts
         ]
-    return pd.DataFrame(columns | level_columns(parts))
+    counts = ["yes" if _has_gain(part) else "no" for part in parts]
+    return pd.DataFrame(columns | {"counts": counts} | level_columns(parts))
 
 
 def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
@@ -154,18 +206,18 @@ def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
         columns[f"{FORWARD_ARM} minus {other} [95 %]"] = [
             part.gain(FORWARD_ARM, other).text() for part in parts
         ]
-    return pd.DataFrame(columns | level_columns(parts))
+    return pd.DataFrame(columns)
 
 
 def figure(parts: Sequence[Task]) -> Figure:
-    """Draw the late forward switch minus the better gradient switch and minus a spread one, in units of the margin."""
+    """Draw the late forward switch minus gradient switches and minus a spread one, in units of the margin."""
     lines = []
-    for others, word in ((GRADIENT_ARMS, "gradient"), ((SPREAD_ARM,), "spread")):
-        names = [
-            f"{part.name}: forward late minus {part.best(others)}" for part in parts
-        ]
-        found = [gain(part, others) for part in parts]
-        lines += margin_lines(found, names, f"{word} is better", "forward is better")
+    for others, word in ((GRADIENTS, "gradients"), (SPREAD, "spread")):
+        names = [f"{part.name}: forward late minus {others[1]}" for part in parts]
+        effects = [forward_gain(part, others) for part in parts]
+        lines += margin_lines(
+            effects, names, f"{word} is better", "forward late is better"
+        )
     return interval_figure(
         lines,
         "Which matmuls should switch from four bits to MXFP8 late",
@@ -177,9 +229,10 @@ def figure(parts: Sequence[Task]) -> Figure:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the results of H13, once all runs of a task are stored."""
     note = (
-        f"H13 of docs/preregistration.md. {', '.join(EQUAL_COST_ARMS)} cost the same whatever MXFP8 costs: a fifteenth "
-        "of the matmuls of quantised layers is in MXFP8, the others have four bits. Learning rate and bits of "
-        "evaluation of every arm were chosen on held-out data."
+        f"H13 of docs/preregistration.md. {', '.join(EQUAL_COST_ARMS)} cost the same at any price of a "
+        "multiply-accumulate: a fifteenth of the matmuls of quantised layers is in MXFP8, the others have four bits "
+        "(for the MLP see there). The learning rates of 4/4 and of 8/8 were chosen on held-out data; the other arms "
+        "have that of 4/4. All models are evaluated in MXFP8."
     )
     return show_table(
         STUDY,
