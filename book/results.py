@@ -4,6 +4,7 @@ The text of the pages is the template ``results.md.j2``, in which a mark precede
 tables: claims with their verdicts and effects, grids, stored rows, and the ``Differs:`` lines of the code.
 """
 
+import itertools
 import json
 import math
 import re
@@ -41,6 +42,7 @@ from cpt_lab.studies.h7 import outcome as h7
 from cpt_lab.studies.h10 import outcome as h10
 from cpt_lab.studies.h11 import outcome as h11
 from cpt_lab.studies.h12 import outcome as h12
+from cpt_lab.studies.h13 import outcome as h13
 from cpt_lab.studies.tuned_outcome import FULL_BITS_ARM
 
 PAGES = ROOT / "docs" / "reproducing"
@@ -63,6 +65,7 @@ GRIDS = {  # page -> artefacts of the paper, or grids, that hold its runs at pap
     "entailment": ["xnli/bert"],
     "critical-periods": ["table_1", "figure_8"],
 }
+NEW_QUESTIONS = ("H11", "H12", "H13")  # the others are in the appendix
 MAX_SHOWN_EFFECTS = (
     2  # of a question; of more, the highest ends of the intervals are shown
 )
@@ -83,6 +86,8 @@ def pages() -> dict[Path, str]:
     spending, switching = h7.tasks(runs)[0], h10.tasks(runs)[0]
     ordered, order_missing = h11.tasks(runs)
     damages, damage_missing = h12.damages(runs)
+    by_recipe, switch_missing = h13.tasks(runs)
+    is_new = [answer.question.startswith(NEW_QUESTIONS) for answer in answers]
     spending_alike = h7.gains_by_evaluation(spending)
     replications = _replicated_effects(answers)
     tasks = list(_tasks_by_grid(runs))
@@ -99,7 +104,6 @@ def pages() -> dict[Path, str]:
     rendered = render(
         "results.md.j2",
         Path(__file__).parent,
-        answers=_answers_table(answers),
         at_equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
         by_topic={**by_topic, "all": entries},
         claim_tables=claim_tables,
@@ -115,14 +119,20 @@ def pages() -> dict[Path, str]:
         kept=_rows_text,
         levels=_levels_table(tasks),
         needed=_needed_table(entries),
+        new_answers=_answers_table(itertools.compress(answers, is_new)),
         not_run_again=_unreplicated_grids(),
         printed_numbers=printed_numbers,
+        old_answers=_answers_table(
+            a for a, new in zip(answers, is_new, strict=True) if not new
+        ),
         order_gains=h11.gains(ordered),
         order_missing=order_missing,
         outcomes=Counter(replication.outcome for replication in replications),
         repeated=replications,
         repeated_levels=_replication_levels(tasks),
         rates=tuned.rates_at_ends,
+        recipe_gains=h13.gains(by_recipe),
+        recipe_switches=h13.comparisons(by_recipe),
         spending=h7.gains(spending).assign(n=_num_seeds(spending)),
         spending_alike=spending_alike.iloc[:, [0, 2, 3]],
         spending_chosen=spending_alike.iloc[-1, 1],
@@ -132,6 +142,7 @@ def pages() -> dict[Path, str]:
         price_table=prices.price_table,
         robust_verdicts=prices.robust_verdicts(runs),
         verdict_prices=prices.verdict_table(runs),
+        switch_missing=switch_missing,
         switches=h10.switches(switching),
         switching=h10.gains(switching).assign(n=_num_seeds(switching)),
         switching_alike=h10.gains_by_evaluation(switching).iloc[:, [0, 2, 3]],
@@ -376,7 +387,7 @@ def _levels_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
     questions: dict[tuple[str, str, int], dict[str, None]] = {}
     for part in tasks:
         question = part.grid.split("/")[0].upper()
-        if question not in ("H7", "H10", "H11", "H12"):  # their own pages have them
+        if question not in ("H7", "H10", *NEW_QUESTIONS):  # their own pages have them
             questions.setdefault((part.task, part.level, part.seeds), {})[question] = (
                 None
             )

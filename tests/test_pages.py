@@ -377,7 +377,7 @@ def allocated_bits():
     schedule = next(s.schedule for s in specs if s.arm.startswith("over layers"))
     bits = {names: set(part.bits()) for names, part, _ in schedule.parts}
     assert bits == {("lstm",): {2, 3}, ("decoder",): {6}}
-    page = "docs/reproducing/questions.md"
+    page = "docs/reproducing/earlier-questions.md"
     yield page, "6 bits for the output layer, 2 and 3 bits in turn for the LSTM"
     shares = []
     for words, width, hidden in ((102, 64, 128), (2_000, 64, 128), (10_000, 800, 800)):
@@ -397,7 +397,7 @@ def allocated_bits():
 
 def preregistered_outcomes():
     """State the outcomes on which README.md and the headline of the report rest."""
-    page = "docs/reproducing/questions.md"
+    page = "docs/reproducing/earlier-questions.md"
     text = (ROOT / page).read_text()
     rows = re.findall(r"^\| (H\w+) \| [^|]* \| ([^|]*) \|", text, re.MULTILINE)
     outcomes = dict(reversed(rows))  # the first table is that of the outcomes
@@ -427,7 +427,7 @@ def preregistered_outcomes():
     )
     assert f"{wins} of equal cost by the margin" in report.HEADLINE
     yield "README.md", "inconclusive if all models are evaluated at 8 bits"
-    yield "README.md", "(docs/reproducing/questions.md)"
+    yield "README.md", "(docs/reproducing/earlier-questions.md)"
     assert not re.search(r"\bH\d", README.read_text())
 
 

@@ -18,7 +18,7 @@ WIDE_PAGES = "docs/preregistration.md"  # its words stay as they were written
 MAX_LINE, MAX_TABLE_LINE, MAX_CLAIM_LINE = (
     120,
     300,
-    1500,
+    2500,
 )  # a claim's cell has all of its effects
 MIN_FONT_SIZE = 8
 
