@@ -20,7 +20,12 @@ PAPER = ("03", "04", "05", "06", "07")
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PICTURE, TABLE = "image/png", "text/html"
 TRAINS = "run_reports.compare_with_paper("
-DRAWS = ("figures.", "deficit_dates.decay_figure(", "predictors.correlation_figure(")
+DRAWS = (
+    "figures.",
+    "deficit_dates.decay_figure(",
+    "h12.figure(",
+    "predictors.correlation_figure(",
+)
 TABULATES = "NotebookTable("
 CLAIMS = "the paper says"
 
