@@ -10,6 +10,7 @@ from torch import nn
 
 from cpt_core.quantization.convert import layer_precisions
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.studies import tuned
 from cpt_lab.studies.h13 import arms as h13_arms
 from cpt_lab.studies.h13 import outcome as h13
 from cpt_lab.studies.h13.arms import CASES, FOUR_BIT_FORMATS, GRIDS, STUDY, TASKS
@@ -47,7 +48,8 @@ def specs_at(case, arm, seeds=(700,)):
     return STUDY.specs_at(CASES[case], arm, setting, 1.0, seeds)
 
 
-def test_h13_formats_share_runs_in_mxfp8():
+def test_h13_formats_share_runs_in_mxfp8(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned, "results_dir", lambda: tmp_path)  # without stored rows
     for task in TASKS:
         full = {specs_at(f"{task}/{f}", "8/8")[0].key for f in FOUR_BIT_FORMATS}
         low = {specs_at(f"{task}/{f}", "4/4")[0].key for f in FOUR_BIT_FORMATS}
