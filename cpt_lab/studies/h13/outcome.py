@@ -33,8 +33,11 @@ from cpt_lab.studies.tuned_outcome import (
 )
 
 GRADIENT_ARMS = (INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM)
-GRADIENTS = (GRADIENT_ARMS, "the mean of both gradients late")  # arms, and their name
-STATIC, SPREAD = ((STATIC_ARM,), STATIC_ARM), ((SPREAD_ARM,), SPREAD_ARM)
+VERSUS_GRADIENTS = (
+    GRADIENT_ARMS,
+    "the mean of both gradients late",
+)  # arms, and their name
+VERSUS_STATIC, VERSUS_SPREAD = ((STATIC_ARM,), STATIC_ARM), ((SPREAD_ARM,), SPREAD_ARM)
 MIN_GAIN = 0.5  # of MXFP8 on held-out data in margins, for a task to count
 MIN_TASKS = 2  # that count, for an answer
 FIGURE_ALT = "a late switch of the forward matmuls minus one of a gradient, and minus forward matmuls spread over time"
@@ -162,7 +165,7 @@ QUESTIONS: dict[str, Question] = {
         "In the recipe for MXFP4, is it better to switch the forward matmuls late than those of a gradient?",
         partial(
             _answer,
-            compared=(GRADIENTS, STATIC),
+            compared=(VERSUS_GRADIENTS, VERSUS_STATIC),
             words=("the forward matmuls should switch", "a gradient should switch"),
         ),
     ),
@@ -170,7 +173,7 @@ QUESTIONS: dict[str, Question] = {
         "Does that depend on the recipe: is it more so for MXFP4 than for int4?",
         partial(
             _answer,
-            compared=(GRADIENTS,),
+            compared=(VERSUS_GRADIENTS,),
             words=("more so for MXFP4", "more so for int4"),
             minus=INT4,
         ),
@@ -180,7 +183,7 @@ QUESTIONS: dict[str, Question] = {
         "the training?",
         partial(
             _answer,
-            compared=(SPREAD,),
+            compared=(VERSUS_SPREAD,),
             words=("late is better", "spread is better"),
         ),
     ),
@@ -212,7 +215,7 @@ def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
 def figure(parts: Sequence[Task]) -> Figure:
     """Draw the late forward switch minus gradient switches and minus a spread one, in units of the margin."""
     lines = []
-    for others, word in ((GRADIENTS, "gradients"), (SPREAD, "spread")):
+    for others, word in ((VERSUS_GRADIENTS, "gradients"), (VERSUS_SPREAD, "spread")):
         names = [f"{part.name}: forward late minus {others[1]}" for part in parts]
         effects = [forward_gain(part, others) for part in parts]
         lines += margin_lines(
