@@ -347,5 +347,6 @@ def _rotation(size: int, seed: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # the first call may be an evaluation, later ones train
 def _cached_rotation(size: int, seed: int) -> Tensor:
     return _rotation(size, seed, torch.device("cpu"))

@@ -381,6 +381,17 @@ def test_rotate_preserves_norms_and_inner_products(size):
     assert torch.autograd.gradcheck(lambda v: rotate(v, size, 3), x)
 
 
+def test_rotate_trains_after_a_first_call_in_inference_mode():
+    x = normal(4, 32)
+    with torch.inference_mode():
+        expected = rotate(x, 32, seed=6)
+    y = x.clone().requires_grad_()
+    found = rotate(y, 32, seed=6)
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert torch.allclose(y.grad, rotate(torch.ones(4, 32), 32, 6, inverse=True))
+
+
 @pytest.mark.slow
 def test_rotate_spreads_outliers():
     x = normal(4, 64)
