@@ -8,12 +8,11 @@ from collections.abc import Iterable
 import pandas as pd
 
 from cpt_lab.analysis import reproduction
-from cpt_lab.analysis.claims import Entry
+from cpt_lab.analysis.claims import INCONCLUSIVE, NOT_RUN, Entry
 from cpt_lab.analysis.effects import MIN_SEEDS, Effect
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.rendering import markdown
 
-UNDECIDED = "inconclusive"
 FEW_SEEDS = f"fewer than {MIN_SEEDS} seeds"
 ONLY_ARMS = r" \([^()]* alone\)"  # the arms that stand for a group of savings of which some were not run
 DATA_TITLES = {
@@ -110,9 +109,7 @@ class ClaimTables:
 
         texts_by_verdict: dict[str, list[str]] = {}
         for effect, word in entry.worded():
-            verdict = FEW_SEEDS
-            if effect.n >= MIN_SEEDS:
-                verdict = re.sub(r"^open", UNDECIDED, word)
+            verdict = word if effect.n >= MIN_SEEDS else FEW_SEEDS
             text = self._effect_text(effect, shared)
             texts_by_verdict.setdefault(verdict, []).append(text)
 
@@ -151,7 +148,7 @@ class ClaimTables:
 
 def _verdict_order(verdict: str) -> tuple[bool, bool]:
     """Return a sort key: inconclusive verdicts after the others, too few seeds last."""
-    return verdict == FEW_SEEDS, verdict.startswith(UNDECIDED)
+    return verdict == FEW_SEEDS, verdict.startswith(INCONCLUSIVE)
 
 
 def verdict_text(entry: Entry) -> str:
@@ -159,12 +156,7 @@ def verdict_text(entry: Entry) -> str:
     at_paper, smaller = (words.partition(": ")[0] for words in entry.verdicts())
     if smaller == "–":
         return at_paper
-    if at_paper == smaller == "open (not run)":
-        return "not run"
-    at_paper, smaller = (
-        words.replace("open", UNDECIDED) for words in (at_paper, smaller)
-    )
-    if at_paper.endswith("(not run)"):
+    if at_paper == NOT_RUN:
         return smaller
     return f"paper's scale: {at_paper}; smaller scales: {smaller}"
 

@@ -1,4 +1,4 @@
-"""Generator of docs/reproducing and of four figures in data/results: ``python -m book.results``.
+"""Generator of docs/reproducing and of figures in data/results: ``python -m book.results``.
 
 The text of the pages is the template ``results.md.j2``, in which a mark precedes each page. This module fills in the
 tables: claims with their verdicts and effects, grids, stored rows, and the ``Differs:`` lines of the code.
@@ -43,7 +43,7 @@ from cpt_lab.studies.h10 import outcome as h10
 from cpt_lab.studies.h11 import outcome as h11
 from cpt_lab.studies.h12 import outcome as h12
 from cpt_lab.studies.h13 import outcome as h13
-from cpt_lab.studies.tuned_outcome import FULL_BITS_ARM
+from cpt_lab.studies.tuned import FULL_BITS_ARM
 
 PAGES = ROOT / "docs" / "reproducing"
 # page -> pattern of the ids and tasks of its claims and of its places in the code; the first page that matches counts
@@ -87,7 +87,6 @@ def pages() -> dict[Path, str]:
     ordered, order_missing = h11.tasks(runs)
     damages, damage_missing = h12.damages(runs)
     by_recipe, switch_missing = h13.tasks(runs)
-    is_new = [answer.question.startswith(NEW_QUESTIONS) for answer in answers]
     spending_alike = h7.gains_by_evaluation(spending)
     replications = _replicated_effects(answers)
     tasks = list(_tasks_by_grid(runs))
@@ -119,12 +118,10 @@ def pages() -> dict[Path, str]:
         kept=_rows_text,
         levels=_levels_table(tasks),
         needed=_needed_table(entries),
-        new_answers=_answers_table(itertools.compress(answers, is_new)),
+        new_answers=_answers_table(filter(_is_new, answers)),
         not_run_again=_unreplicated_grids(),
         printed_numbers=printed_numbers,
-        old_answers=_answers_table(
-            a for a, new in zip(answers, is_new, strict=True) if not new
-        ),
+        old_answers=_answers_table(itertools.filterfalse(_is_new, answers)),
         order_gains=h11.gains(ordered),
         order_missing=order_missing,
         outcomes=Counter(replication.outcome for replication in replications),
@@ -157,6 +154,10 @@ def pages() -> dict[Path, str]:
         ]
     )
     return texts | {paper_dir() / "claims.txt": f"{claims_text}\n"}
+
+
+def _is_new(answer: preregistered.Answer) -> bool:
+    return answer.question.startswith(NEW_QUESTIONS)
 
 
 def _split_pages(rendered: str) -> dict[Path, str]:
@@ -499,7 +500,7 @@ def main() -> None:
     figure = deficit_dates.decay_figure(decay_runs(committed("h3")))
     figure.savefig(results_dir() / "learning_rate_decay.png", dpi=110)
     figures.paper_beside_ours().savefig(results_dir() / "figure_3.png", dpi=110)
-    print("docs/reproducing, and five figures in data/results, written")
+    print("docs/reproducing, and figures in data/results, written")
 
 
 if __name__ == "__main__":

@@ -357,7 +357,11 @@ def test_try_folders_are_visible_and_separate(folder):
 
 
 ANSWER = Answer(
-    "H9", "Why?", ("an effect",), outcome="open", by_rule=(("8 bits", "open"),)
+    "H9",
+    "Why?",
+    ("an effect",),
+    outcome="inconclusive",
+    by_rule=(("8 bits", "confirmed"),),
 )
 
 
@@ -398,10 +402,12 @@ def test_claims_command_prints_summary_or_all(command, entries, monkeypatch, fol
     first, *lines = out.splitlines()
     scales = r"exactly or at the paper's scale: (.*); at smaller ones: .*"
     counts = re.fullmatch(rf"{len(entries)} claims, {scales}", first)[1]
-    at_paper = sum(not e.verdicts()[0].startswith("open") for e in entries)
+    at_paper = sum(
+        not e.verdicts()[0].startswith(("inconclusive", "not run")) for e in entries
+    )
     assert sum(map(int, re.findall(r"\d+", counts))) == at_paper
     heading = "our own questions (docs/preregistration.md):"
-    answer = ["H9: Why?", "  open", "  Judged at 8 bits: open."]
+    answer = ["H9: Why?", "  inconclusive", "  Judged at 8 bits: confirmed."]
     assert lines[-4:] == [heading, *answer]
     assert len(lines) == 4 + 4 * len(entries)
     assert judged == [(*sorted(results_dir().glob("*.jsonl")), store)]
@@ -426,4 +432,4 @@ def test_claims_command_prints_utf_8_in_c_locale(command, entries, monkeypatch):
         stdout.flush()
         text = output.getvalue().decode("utf-8")
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in text
-    assert text.endswith("open.\n    an effect\n0 of 0 rows intact\n")
+    assert text.endswith("confirmed.\n    an effect\n0 of 0 rows intact\n")

@@ -11,7 +11,7 @@ in the claim's direction, and a *test*, which turns the interval of an effect in
   minus that of cost.
 - ``exact``: confirmed or contradicted by computation.
 
-Anything else is *open* (inconclusive), and so is an effect of fewer than three seeds. The arms of a correlation do not
+Anything else is *inconclusive*, and so is an effect of fewer than three seeds. The arms of a correlation do not
 count as seeds.
 
 - Runs that diverged count, with the worst value of their task; an arm that diverges everywhere has lost. A seed at
@@ -59,7 +59,7 @@ from cpt_lab.experiments.registry import DATASETS
 from cpt_lab.paths import paper_dir
 
 CONFIRMED, SMALLER, CONTRADICTED = "confirmed", "smaller than claimed", "contradicted"
-MIXED, OPEN = "mixed", "open"
+MIXED, INCONCLUSIVE, NOT_RUN = "mixed", "inconclusive", "not run"
 # test -> the verdicts of smaller scales in place of confirmed and contradicted
 SMALLER_SCALES = {
     "more": ("same sign", "opposite sign"),
@@ -85,7 +85,7 @@ def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
     if check_choice("test", test, TESTS) == "exact":
         return CONFIRMED if mean > 0 else CONTRADICTED
     if n < MIN_SEEDS or not (low <= mean <= high):
-        return OPEN
+        return INCONCLUSIVE
     if test == "no_worse":
         return _no_worse_verdict(margin, low, high)
     if test == "equal":
@@ -98,20 +98,20 @@ def _more_verdict(margin: float, low: float, high: float) -> str:
         return CONTRADICTED
     if high < margin:
         return SMALLER
-    return CONFIRMED if low > 0 else OPEN
+    return CONFIRMED if low > 0 else INCONCLUSIVE
 
 
 def _no_worse_verdict(margin: float, low: float, high: float) -> str:
     if low > -margin:
         return CONFIRMED
-    return CONTRADICTED if high < -margin else OPEN
+    return CONTRADICTED if high < -margin else INCONCLUSIVE
 
 
 def _equal_verdict(margin: float, low: float, high: float) -> str:
     if -margin < low and high < margin:
         return CONFIRMED
     is_outside = low > margin or high < -margin
-    return CONTRADICTED if is_outside else OPEN
+    return CONTRADICTED if is_outside else INCONCLUSIVE
 
 
 def effect_verdict(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
@@ -122,7 +122,7 @@ def effect_verdict(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
     }
     if len(verdicts) == 1:
         return verdicts.pop()
-    return OPEN if OPEN in verdicts else MIXED
+    return INCONCLUSIVE if INCONCLUSIVE in verdicts else MIXED
 
 
 def holm(tests: Sequence[Callable[[float], str]]) -> list[str]:
@@ -135,8 +135,8 @@ def holm(tests: Sequence[Callable[[float], str]]) -> list[str]:
         tests: one function per experiment, from the level of the test to the verdict.
     """
     uncorrected = [test(ALPHA) for test in tests]
-    verdicts = [OPEN] * len(tests)
-    remaining = {i for i in range(len(tests)) if uncorrected[i] != OPEN}
+    verdicts = [INCONCLUSIVE] * len(tests)
+    remaining = {i for i in range(len(tests)) if uncorrected[i] != INCONCLUSIVE}
     num_tests = len(tests)
     while True:
         level = ALPHA / max(1, num_tests)
@@ -156,14 +156,14 @@ def combined(votes: Iterable[tuple[str, str]], test: str = "more") -> str:
         return _majority(votes)
 
     verdicts = {verdict for _, verdict in votes}
-    decided = verdicts - {OPEN}
+    decided = verdicts - {INCONCLUSIVE}
     if len(decided) != 1:
-        return MIXED if decided else OPEN
-    if test == "correlation" and verdicts == {CONFIRMED, OPEN}:
-        return OPEN
-    decided_tasks = {task for task, verdict in votes if verdict != OPEN}
+        return MIXED if decided else INCONCLUSIVE
+    if test == "correlation" and verdicts == {CONFIRMED, INCONCLUSIVE}:
+        return INCONCLUSIVE
+    decided_tasks = {task for task, verdict in votes if verdict != INCONCLUSIVE}
     if test == "predictor" and len(decided_tasks) < 2:
-        return OPEN
+        return INCONCLUSIVE
     return decided.pop()
 
 
@@ -177,7 +177,7 @@ def _majority(votes: list[tuple[str, str]]) -> str:
     """
     decided_by_task: dict[str, set[str]] = {task: set() for task, _ in votes}
     for task, verdict in votes:
-        if verdict != OPEN:
+        if verdict != INCONCLUSIVE:
             decided_by_task[task].add(verdict)
     task_verdicts = [
         verdict
@@ -188,11 +188,11 @@ def _majority(votes: list[tuple[str, str]]) -> str:
 
     num_tasks = len(decided_by_task)
     if num_tasks < 3:
-        return OPEN
+        return INCONCLUSIVE
     for verdict in (CONFIRMED, CONTRADICTED):
         if task_verdicts.count(verdict) > num_tasks / 2:
             return verdict
-    return OPEN
+    return INCONCLUSIVE
 
 
 @dataclass(frozen=True)
@@ -272,18 +272,19 @@ class Entry:
         """Return the verdict at a scale with the experiments behind it, such as "mixed: ... in 2 of 5 experiments"."""
         tested = self._tested(paper_scale)
         parts = []
-        for word in dict.fromkeys(word for _, word in tested if word != OPEN):
+        for word in dict.fromkeys(word for _, word in tested if word != INCONCLUSIVE):
             effects = [effect for effect, other in tested if other == word]
             places = ", ".join(f"{e.place} ({e.bits}, n {e.n})" for e in effects)
             count = f"in {len(effects)} of {plural(len(tested), 'experiment')}"
             parts.append(f"{self._scale_word(word, effects[0])} {count}: {places}")
 
         verdict = self.verdict(paper_scale)
-        head = "" if len(parts) == 1 and verdict != OPEN else f"{verdict}: "
-        undecided = dict.fromkeys(e.dataset for e, word in tested if word == OPEN)
+        head = "" if len(parts) == 1 and verdict != INCONCLUSIVE else f"{verdict}: "
+        undecided = dict.fromkeys(
+            e.dataset for e, word in tested if word == INCONCLUSIVE
+        )
         if undecided:
-            word = "undecided" if head else "open"
-            parts.append(f"{word} on {', '.join(undecided)}")
+            parts.append(f"{INCONCLUSIVE} on {', '.join(undecided)}")
         few_seeds = dict.fromkeys(
             effect.dataset
             for effect, _ in self.effects
@@ -291,7 +292,7 @@ class Entry:
         )
         if few_seeds:
             parts.append(f"fewer than {MIN_SEEDS} seeds on {', '.join(few_seeds)}")
-        return head + "; ".join(parts) if parts else "open (not run)"
+        return head + "; ".join(parts) if parts else NOT_RUN
 
 
 def _is_paper_scale(effect: Effect) -> bool:
@@ -384,7 +385,9 @@ def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
         ]
         tests = [partial(effect_verdict, claim, effects[i]) for i in tested]
         words.update(zip(tested, holm(tests), strict=True))
-    effect_verdicts = [(effect, words.get(i, OPEN)) for i, effect in enumerate(effects)]
+    effect_verdicts = [
+        (effect, words.get(i, INCONCLUSIVE)) for i, effect in enumerate(effects)
+    ]
     return Entry(claim, tuple(effect_verdicts))
 
 
@@ -432,7 +435,7 @@ def summary(entries: Iterable[Entry]) -> pd.DataFrame:
 
 
 def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
-    """Return how many claims have which verdict, such as "6 as claimed, 1 against"; open claims are not counted."""
+    """Return how many claims have which verdict, such as "6 as claimed, 1 against", without inconclusive ones."""
     counts = Counter(entry.verdict(paper_scale) for entry in entries)
     texts = {
         CONFIRMED: "as claimed",
@@ -450,7 +453,7 @@ def claims_headline(entries: list[Entry]) -> str:
     at_smaller_scales = tally(entries, paper_scale=False)
     return (
         f"{len(entries)} claims, exactly or at the paper's scale: {at_paper_scale}; "
-        f"at smaller ones: {at_smaller_scales}; others: open"
+        f"at smaller ones: {at_smaller_scales}; others: {INCONCLUSIVE} or {NOT_RUN}"
     )
 
 

@@ -6,7 +6,7 @@ True
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,12 @@ from scipy import stats
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of, plural
 from cpt_lab.analysis.statistics import ALPHA, interval
-from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.schema import CURRENT_BITS, EIGHT_BITS
+from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 
 POINTS, PERCENT = "points", "%"
-EIGHT_BITS, CURRENT_BITS = "8 bits", "their own bits"
+INCONCLUSIVE = "inconclusive"  # outcome of a test that decides nothing
+NOT_FINISHED = "not finished: "  # outcome while runs are missing, before their number
 # bits at which runs are evaluated -> suffix of the metric's column
 EVALUATION_RULES = {
     EIGHT_BITS: "",
@@ -80,13 +82,44 @@ class Estimate:
 
 
 def find_rows(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
-    """Return the newest row of every spec, in order; if some are missing, a note such as "open: 3 of 9 runs"."""
+    """Return the newest row of every spec, in order, or a note such as "not finished: 3 of 9 runs"."""
     keys = [spec.key for spec in specs]
     stored_rows = runs.drop_duplicates("key", keep="last").set_index("key")
     num_stored = sum(key in stored_rows.index for key in keys)
     if num_stored < len(keys):
-        return f"open: {num_stored} of {plural(len(keys), 'run')}"
+        return _missing_note(num_stored, len(keys))
     return stored_rows.loc[keys]
+
+
+def find_complete(
+    makers: Mapping[str, Callable[[], list[RunSpec]]], num_runs: int, runs: pd.DataFrame
+) -> tuple[dict[str, pd.DataFrame], str]:
+    """Return the rows of every complete task of a study, and a note if tasks are missing.
+
+    Args:
+        makers: task -> function that makes its runs, or raises NotMeasuredError while they cannot be defined.
+        num_runs: number of runs of all tasks; runs that tasks share count once.
+        runs: stored runs.
+
+    Returns:
+        Task -> rows in the order of its runs; and a note such as "not finished: 3 of 9 runs", or "".
+    """
+    stored_keys, found_keys, rows_by_task = set(runs["key"]), set[str](), {}
+    for task, make in makers.items():
+        try:
+            specs = make()
+        except NotMeasuredError:
+            continue
+        found_keys |= {spec.key for spec in specs} & stored_keys
+        rows = find_rows(specs, runs)
+        if not isinstance(rows, str):
+            rows_by_task[task] = rows
+    is_complete = len(rows_by_task) == len(makers)
+    return rows_by_task, "" if is_complete else _missing_note(len(found_keys), num_runs)
+
+
+def _missing_note(num_stored: int, num_runs: int) -> str:
+    return f"{NOT_FINISHED}{num_stored} of {plural(num_runs, 'run')}"
 
 
 def unit_of(rows: pd.DataFrame) -> str:

@@ -19,7 +19,12 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from cpt_core.validation import check_choice
-from cpt_lab.analysis.estimates import Estimate, holm, significant_effects
+from cpt_lab.analysis.estimates import (
+    INCONCLUSIVE,
+    Estimate,
+    holm,
+    significant_effects,
+)
 from cpt_lab.analysis.run_table import committed, table
 from cpt_lab.analysis.style import COLORS, MUTED_COLOR, TEXT, interval_bar, subplots
 from cpt_lab.experiments.grids import grid_specs, studies
@@ -40,7 +45,7 @@ class Answer:
     question_text: str = ""  # the question in words
     primary: tuple[Estimate, ...] = ()  # the effects of the primary test
     p: float = math.nan  # of the primary test; NaN if runs are missing
-    # outcome if the test is significant, and outcome in any case; "" for none. Without either it is "open"
+    # outcome if the test is significant, and outcome in any case; "" for none. Without either it is "inconclusive"
     words: tuple[str, str] = ("", "")
     secondary: tuple[Estimate, ...] = ()  # further effects that the document promises
     remark: str = ""  # shown after the outcome; it decides nothing
@@ -52,7 +57,7 @@ class Answer:
     by_rule: tuple[tuple[str, str], ...] = ()
 
     def rules_text(self) -> str:
-        """Return the outcomes by rule in words, such as "Judged at 8 bits: open. Judged at their own bits: ..."."""
+        """Return the outcomes by rule in words, such as "Judged at 8 bits: inconclusive. Judged at ..."."""
         texts = [f"Judged at {rule}: {outcome}." for rule, outcome in self.by_rule]
         return " ".join(texts)
 
@@ -75,7 +80,7 @@ def _with_outcome(answer: Answer, adjusted: float) -> Answer:
     if always:
         parts.append(always)
     if not parts:
-        parts.append("open")
+        parts.append(INCONCLUSIVE)
     if answer.remark:
         parts.append(answer.remark)
     return replace(answer, adjusted=adjusted, outcome="; ".join(parts))
@@ -164,12 +169,12 @@ def add_rules(
 
 
 def _outcome_alone(word: str) -> str:
-    """Return an outcome without its remark: "open" for "open; the pair gains in 3 of 6"."""
+    """Return an outcome without its remark: "inconclusive" for "inconclusive; the pair gains in 3 of 6"."""
     return re.split("[:;]", word, maxsplit=1)[0]
 
 
 def rule_dependence(outcome: str, by_rule: Mapping[str, str]) -> str:
-    """Return a note such as "depends on the rule: open where both are judged at 8 bits"; "" if all outcomes agree."""
+    """Return a note such as "depends on the rule: confirmed where both are judged at 8 bits"; "" if all agree."""
     deviations = [
         f"{other} where both are judged at {rule}"
         for rule, other in by_rule.items()
@@ -256,7 +261,7 @@ def margin_lines(
         elif effect.description in positive:
             word = above
         else:
-            word = "alike" if effect.small else "open"
+            word = "within the margin" if effect.small else INCONCLUSIVE
         low, high = effect.interval()
         lines.append(
             IntervalLine(
@@ -315,7 +320,7 @@ def interval_figure(
 
 def _color_group(line: IntervalLine) -> str:
     """Return the key in ``COLORS`` of a line: by the sign of its effect, "static" if it is inconclusive."""
-    if line.verdict.startswith("open") or line.low <= 0 <= line.high:
+    if line.verdict.startswith(INCONCLUSIVE) or line.low <= 0 <= line.high:
         return "static"
     return "large" if line.high < 0 else "small"
 

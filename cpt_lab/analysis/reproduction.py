@@ -460,7 +460,7 @@ def _measured(entry: claims.Entry) -> _Measured:
         return _Measured("–", _needs(entry.claim), "–", "not run")
     effects = [effect for effect, _ in entry.effects]
     if effects[0].scale == "exact":
-        verdict = _plain(entry.verdict(paper_scale=True))
+        verdict = entry.verdict(paper_scale=True)
         return _Measured(effects[0].comparison, "computed", "–", verdict)
 
     effect = max(effects, key=_effect_relevance)
@@ -470,8 +470,9 @@ def _measured(entry: claims.Entry) -> _Measured:
     if num_others:
         data_and_scale += f" (and {plural(num_others, 'other experiment')})"
     at_paper, smaller = entry.verdicts()
-    words = smaller if at_paper.startswith("open") else at_paper
-    verdict = _plain(words.partition(": ")[0])
+    is_undecided = at_paper.startswith((claims.INCONCLUSIVE, claims.NOT_RUN))
+    words = smaller if is_undecided else at_paper
+    verdict = words.partition(": ")[0]
     return _Measured("; ".join(numbers), data_and_scale, effect.level or "–", verdict)
 
 
@@ -488,11 +489,6 @@ def _effect_relevance(effect: Effect) -> tuple[bool, int, bool, int]:
         not is_embedded,
         effect.n,
     )
-
-
-def _plain(words: str) -> str:
-    """Return a verdict with "inconclusive" instead of "open"."""
-    return re.sub(r"\bopen\b", "inconclusive", words)
 
 
 # --- printed numbers ------------------------------------------------------------------------------------

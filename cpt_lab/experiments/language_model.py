@@ -33,7 +33,7 @@ class LanguageModelRecipe(Recipe):
         length: words of a batch in every column.
         embedding: width of the embeddings of the LSTM.
         hidden: width of the LSTM or transformer, ``layers`` the number of its layers.
-        dropout: on the LSTM's output, and on the embeddings unless ``drop_embedding`` is False.
+        dropout: on the LSTM's output, and on the embeddings unless ``drop_embedding`` is False. A transformer has none.
         lr_rule: "plateau" divides the rate by ``lr_division`` after every evaluation whose validation loss is not the
             best so far, "cosine" lowers it to ``final_lr`` times ``lr``, "step" is times 0.1 at 80 and 90 %, "constant"
             leaves it, "wsd" is warm-up, stable, decay. In every cycle "cyclic_falling" lowers it to 0,
@@ -67,6 +67,7 @@ class LanguageModelRecipe(Recipe):
         rules = ("plateau", "cosine", "step", "constant", "wsd", *CYCLIC_RULES)
         check_choice("lr_rule", self.lr_rule, rules)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("model", self.model, ("lstm", "llama"))
         check_choice("unit", self.unit, ("words", "characters"))
         if self.lr_rule == "plateau" and not self.evaluate_every:
             raise ValueError(

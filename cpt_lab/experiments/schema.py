@@ -11,6 +11,7 @@ from typing import Any
 from cpt_core.schedules.schedule import CYCLE_RULES
 from cpt_core.validation import check_choice, check_int, check_types, suggest_names
 from cpt_extras.formats.ladder import LADDERS, FormatLadder, MatmulLadders
+from cpt_extras.formats.recipes import Recipe as LowBitRecipe
 from cpt_extras.formats.recipes import recipes
 
 SCALES = ("smoke", "demo", "background", "paper")
@@ -28,6 +29,8 @@ LATER = {"later": True}
 # rules of the learning rate of every task that is repeated in each cycle: half a cosine down, or up
 CYCLIC_RULES = ("cyclic_falling", "cyclic_rising")
 OPTIMIZERS = ("sgd", "adamw")
+# names of the bits at which models are evaluated: q_max, and those of the last step
+EIGHT_BITS, CURRENT_BITS = "8 bits", "their own bits"
 RECIPE_LADDER = "recipe "  # begins names of ladders that are those of ``cpt.recipes``
 
 
@@ -63,9 +66,11 @@ class Recipe:
             a run has to say what it did.
         shared_steps: one range per tensor instead of one per row, channel or position, see ``QuantConfig``.
         ladder: what the levels of the schedule are, a key of ``formats.ladder.LADDERS``; "affine" is the paper's, where
-            level q is q bits. "recipe nvfp4", or another of ``cpt.recipes``, quantises linear layers by that recipe.
-        wide_share: share of the linear layers, the last ones, that a recipe of ``cpt.recipes`` leaves in bfloat16; the
-            very last one stays there in any case.
+            level q is q bits. "recipe nvfp4", or another of ``cpt.recipes``, quantises linear layers by that recipe;
+            then ``quantized`` and ``running_start`` have no effect.
+        wide_share: share of the linear layers, the last ones, that a recipe of ``cpt.recipes`` leaves in bfloat16. The
+            very last one stays there in any case, so 0 keeps fewer than nvfp4 by itself does. BitOps count these
+            layers; ``RunSpec.relative_cost`` does not.
         seeds: seeds of a full grid at this scale; no part of a single run.
 
     The paper has float32 only: nothing of the arithmetic is changed in its settings.
@@ -131,9 +136,16 @@ class Recipe:
     @property
     def formats(self) -> FormatLadder | MatmulLadders:
         """The formats of the levels of a schedule."""
+        if self.low_bit_recipe:
+            return self.low_bit_recipe.ladders
+        return LADDERS[self.ladder]
+
+    @property
+    def low_bit_recipe(self) -> LowBitRecipe | None:
+        """The recipe of ``cpt.recipes`` that quantises the model; None for a ladder without a recipe."""
         if self.ladder in LADDERS:
-            return LADDERS[self.ladder]
-        return recipes[self.ladder.removeprefix(RECIPE_LADDER)].ladders
+            return None
+        return recipes[self.ladder.removeprefix(RECIPE_LADDER)]
 
     def decay_fields(self, decay: str) -> dict[str, Any]:
         """Return the fields that give this recipe another decay of its learning rate, one of ``DECAYS``.

@@ -15,6 +15,7 @@ import pandas as pd
 
 from cpt_core.schedules.schedule import Schedule
 from cpt_core.validation import check_choice
+from cpt_lab.experiments.schema import CURRENT_BITS, EIGHT_BITS
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.case import NUM_OUTPUTS, Case
@@ -23,13 +24,10 @@ from cpt_lab.sweeps.stores import load_rows
 
 RATE_FACTORS = (0.5, 1.0, 2.0)  # multiples of the recipe's learning rate
 EXTENSION = 2**0.5  # ratio of the rates that extend a grid beyond an end
+FULL_BITS_ARM = "8/8"  # the arm that costs most
 MAX_RATES = 14  # of an arm; at the last one its grid ends, wherever the best is
 # bits of evaluation -> precision of a metric in rows
-EIGHT_BITS = "8 bits"
-EVALUATION_SUFFIXES = {
-    EIGHT_BITS: "q_max",
-    "their own bits": "current",
-}
+EVALUATION_PRECISIONS = {EIGHT_BITS: "q_max", CURRENT_BITS: "current"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +48,8 @@ class TunedStudy:
     changes: Callable[[Case, str], Mapping[str, Any]] = lambda case, arm: {}
     # from an arm to the arm whose learning rate and bits of evaluation it takes; by default every arm has its own
     tuned_as: Callable[[str], str] = lambda arm: arm
-    # bits of evaluation to choose from, keys of ``EVALUATION_SUFFIXES``
-    evaluations: Sequence[str] = tuple(EVALUATION_SUFFIXES)
+    # bits of evaluation to choose from, keys of ``EVALUATION_PRECISIONS``
+    evaluations: Sequence[str] = tuple(EVALUATION_PRECISIONS)
 
     @property
     def file(self) -> str:
@@ -62,9 +60,7 @@ class TunedStudy:
         """Return a task; ValueError for an unknown name."""
         return self.cases[check_choice("case", name, self.cases)]
 
-    def rates(
-        self, case: str = "digits", seeds: Sequence[int] | None = None
-    ) -> list[RunSpec]:
+    def rates(self, case: str, seeds: Sequence[int] | None = None) -> list[RunSpec]:
         """Return the runs that choose learning rates and evaluation bits, of the arms that have their own.
 
         With ``extends_rates`` they depend on the stored rows: they are complete when all of them are stored.
@@ -75,9 +71,7 @@ class TunedStudy:
         seeds = self.tuning_seeds if seeds is None else seeds
         return self._specs(case, rates_by_arm, seeds)
 
-    def runs(
-        self, case: str = "digits", seeds: Sequence[int] | None = None
-    ) -> list[RunSpec]:
+    def runs(self, case: str, seeds: Sequence[int] | None = None) -> list[RunSpec]:
         """Return the runs of a task, every arm at its own rate.
 
         Raises:
@@ -88,6 +82,15 @@ class TunedStudy:
         seeds = range(self.first_seed, last) if seeds is None else seeds
         return self._specs(case, rates_by_arm, seeds)
 
+    def num_runs(self) -> int:
+        """Return the number of runs of all tasks, those that tasks share once; it does not depend on the rates."""
+        num_seeds = {}
+        for case in self.cases.values():
+            for arm in self.arms(case):
+                (first,) = self.specs_at(case, arm, 1.0, [self.first_seed])
+                num_seeds[first.key] = case.seeds
+        return sum(num_seeds.values())
+
     def _specs(
         self,
         case: str,
@@ -96,21 +99,16 @@ class TunedStudy:
     ) -> list[RunSpec]:
         task = self.case(case)
         specs = []
-        for arm, setting in self.arms(task).items():
+        for arm in self.arms(task):
             for rate in rates_by_arm.get(arm, ()):
-                specs += self.specs_at(task, arm, setting, rate, seeds)
+                specs += self.specs_at(task, arm, rate, seeds)
         return specs
 
     def specs_at(
-        self,
-        task: Case,
-        arm: str,
-        setting: tuple[Schedule, int | None],
-        rate: float,
-        seeds: Sequence[int],
+        self, task: Case, arm: str, rate: float, seeds: Sequence[int]
     ) -> list[RunSpec]:
-        """Return the runs of an arm, given as (schedule, gradient bits), at a multiple of the recipe's rate."""
-        schedule, q_grad = setting
+        """Return the runs of an arm at a multiple of the recipe's rate."""
+        schedule, q_grad = self.arms(task)[arm]
         changes = self.changes(task, arm)
         recipe = replace(task.recipe, lr=rate * task.recipe.lr, **changes)
         name = f"{arm} at {rate:g}"
@@ -127,7 +125,8 @@ class TunedStudy:
         Args:
             tasks: task -> its cases, whose runs make one grid; None makes a grid of every case.
         """
-        cases_by_task = tasks or {case: [case] for case in self.cases}
+        if tasks is None:
+            tasks = {case: [case] for case in self.cases}
         grids: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {}
         for prefix, make, description in (
             (
@@ -137,7 +136,7 @@ class TunedStudy:
             ),
             (self.name, self.runs, self.description),
         ):
-            for task, cases in cases_by_task.items():
+            for task, cases in tasks.items():
                 make_runs = partial(_runs_of_cases, make, cases)
                 grids[f"{prefix}/{task}"] = (make_runs, f"{description}, {task}")
         return grids
@@ -154,7 +153,7 @@ def _runs_of_cases(
 
 
 def settings(study: TunedStudy, case: str) -> dict[str, tuple[float, str]]:
-    """Return the best (rate, key of ``EVALUATION_SUFFIXES``) of every arm on held-out data, by the mean over seeds.
+    """Return the best (rate, key of ``EVALUATION_PRECISIONS``) of every arm on held-out data, by the mean over seeds.
 
     An arm takes that of ``study.tuned_as(arm)``.
     """
@@ -217,7 +216,7 @@ class _Tuning(NamedTuple):
 
     Attributes:
         factors: multiples of the recipe's rate, in the order in which they were added.
-        qualities: mean quality on held-out data by (factor, key of ``EVALUATION_SUFFIXES``) of the stored ones.
+        qualities: mean quality on held-out data by (factor, key of ``EVALUATION_PRECISIONS``) of the stored ones.
         num_missing: number of runs that are not stored.
     """
 
@@ -248,19 +247,19 @@ def _tune_from(
     """Return the learning rates of every arm with an own rate by the rows of a file; ``version`` changes with it."""
     rows, task = _rows_by_key(path, version), study.case(case)
 
-    def tune(arm: str, setting: tuple[Schedule, int | None]) -> _Tuning:
+    def tune(arm: str) -> _Tuning:
         factors: list[float] = []
         qualities: dict[tuple[float, str], float] = {}
         new_factors, num_missing = list(study.rate_factors), 0
         while new_factors:
             factors += new_factors
             for factor in new_factors:
-                specs = study.specs_at(task, arm, setting, factor, study.tuning_seeds)
+                specs = study.specs_at(task, arm, factor, study.tuning_seeds)
                 stored = [rows[spec.key] for spec in specs if spec.key in rows]
                 num_missing += len(specs) - len(stored)
                 if len(stored) == len(specs):
                     for name in study.evaluations:
-                        precision = EVALUATION_SUFFIXES[name]
+                        precision = EVALUATION_PRECISIONS[name]
                         values = [
                             _held_out_quality(row, task, precision) for row in stored
                         ]
@@ -275,11 +274,7 @@ def _tune_from(
                     new_factors = [best / EXTENSION]
         return _Tuning(tuple(factors), qualities, num_missing)
 
-    return {
-        arm: tune(arm, setting)
-        for arm, setting in study.arms(task).items()
-        if study.tuned_as(arm) == arm
-    }
+    return {arm: tune(arm) for arm in study.arms(task) if study.tuned_as(arm) == arm}
 
 
 def _held_out_quality(row: Mapping[str, Any], task: Case, precision: str) -> float:

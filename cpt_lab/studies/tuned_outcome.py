@@ -6,6 +6,7 @@ diverged or failed counts as chance.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -13,15 +14,12 @@ from matplotlib.figure import Figure
 
 from cpt_lab.analysis import levels
 from cpt_lab.analysis.estimates import (
-    CURRENT_BITS,
-    EIGHT_BITS,
     EVALUATION_RULES,
     Estimate,
-    find_rows,
+    find_complete,
     run_frame,
     seeds_by_arms,
 )
-from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.preregistered import (
     Answer,
     add_rules,
@@ -30,11 +28,10 @@ from cpt_lab.analysis.preregistered import (
     summary,
 )
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.experiments.schema import CURRENT_BITS, EIGHT_BITS
 from cpt_lab.studies.case import NUM_OUTPUTS
-from cpt_lab.studies.tuned import TunedStudy, held_out, settings
+from cpt_lab.studies.tuned import FULL_BITS_ARM, TunedStudy, held_out, settings
 
-FULL_BITS_ARM = "8/8"  # the arm that costs most
 # evaluation of both arms -> the rule of ``Task.gain``
 EVALUATIONS = {
     "each as chosen on held-out data": "",
@@ -54,7 +51,7 @@ class Task:
         margin: smallest gain that counts.
         settings: arm -> (learning rate, bits of evaluation), as chosen on held-out data.
         unit: unit of the quality.
-        num_lost: number of runs that diverged or failed.
+        lost_keys: keys of the runs that diverged or failed; tasks may share runs.
         bitops: mean BitOps by arm, by both conventions.
         training: length of the training in words.
         level: quality of the full-bits arm in words.
@@ -69,7 +66,9 @@ class Task:
         self.margin = task.margin
         self.settings = settings(study, case)
         self.unit = runs["unit"].iloc[0]
-        self.num_lost = int(runs["lost"].sum())
+        self.lost_keys = {
+            spec.key for spec, lost in zip(specs, runs["lost"], strict=True) if lost
+        }
         self.bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
         self.training = levels.training_text(task.recipe)
         is_full_bits = [spec.arm.startswith(f"{FULL_BITS_ARM} at ") for spec in specs]
@@ -94,37 +93,16 @@ class Task:
         return 100 * (self._held_out[arm] - self._held_out[other])
 
     def best(self, arms: Sequence[str]) -> str:
-        """Return the best of some arms on held-out data, among those that the task has."""
+        """Return the best of some arms on held-out data, among those that have their own rates."""
         own_arms = [arm for arm in arms if arm in self._held_out]
         return max(own_arms, key=self._held_out.__getitem__)
 
 
 def complete(study: TunedStudy, runs: pd.DataFrame) -> tuple[list[Task], str]:
-    """Return the complete tasks, and a note on missing runs such as "open: 3 of 9 runs"; "" if none are missing.
-
-    Runs that tasks share are counted once.
-    """
-    complete_tasks, stored_keys = [], set(runs["key"])
-    stored: set[str] = set()
-    num_needed: dict[
-        str, int
-    ] = {}  # key of an arm's first run at the recipe's rate -> runs
-    for name, case in study.cases.items():
-        for arm, setting in study.arms(case).items():
-            (first,) = study.specs_at(case, arm, setting, 1.0, [study.first_seed])
-            num_needed[first.key] = case.seeds
-        try:
-            specs = study.runs(name)
-        except NotMeasuredError:
-            continue
-        stored |= {spec.key for spec in specs} & stored_keys
-        rows = find_rows(specs, runs)
-        if not isinstance(rows, str):
-            complete_tasks.append(Task(study, name, rows))
-    if len(complete_tasks) == len(study.cases):
-        return complete_tasks, ""
-    count = plural(sum(num_needed.values()), "run")
-    return complete_tasks, f"open: {len(stored)} of {count}"
+    """Return the complete tasks, and a note on missing runs such as "not finished: 3 of 9 runs"; "" for none."""
+    makers = {case: partial(study.runs, case) for case in study.cases}
+    rows_by_case, missing = find_complete(makers, study.num_runs(), runs)
+    return [Task(study, case, rows) for case, rows in rows_by_case.items()], missing
 
 
 def answer_questions(
@@ -136,7 +114,7 @@ def answer_questions(
             Answer(name, question_text, outcome=missing)
             for name, (question_text, _) in questions.items()
         ]
-    num_lost = sum(task.num_lost for task in parts)
+    num_lost = len(set[str]().union(*(task.lost_keys for task in parts)))
 
     def answer_all(rule: str = "") -> list[Answer]:
         answers = []

@@ -1,4 +1,4 @@
-"""Language modelling with an LSTM: Penn Treebank, characters, the user's own text.  Paper: section 4.4."""
+"""Language modelling on Penn Treebank, characters or the user's own text.  Paper: section 4.4."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 
 class LanguageModelTask:
-    """SGD with clipped gradients; perplexity over all words of a text.
+    """Perplexity over all words of a text, trained with clipped gradients.
 
     The text runs in ``batch`` columns side by side, and the hidden state is carried from batch to batch of an epoch. A
     transformer has no state: it sees ``length`` words and those before them in the batch alone.

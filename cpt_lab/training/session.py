@@ -20,11 +20,9 @@ from cpt_core.quantization.convert import (
 )
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler
-from cpt_extras.formats.ladder import LADDERS
-from cpt_extras.formats.recipes import recipes
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.registry import EXPERIMENTS
-from cpt_lab.experiments.schema import RECIPE_LADDER, Recipe
+from cpt_lab.experiments.schema import Recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training import process_group
 from cpt_lab.training.cuda_graphs import Capture, CudaRecorder, unsupported_reason
@@ -55,7 +53,7 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
 def quantize_model(model: nn.Module, spec: RunSpec) -> nn.Module:
     """Quantise a model in place as its spec says, and return it; ValueError if a recipe would leave no layer."""
     settings = spec.recipe
-    if settings.ladder in LADDERS:
+    if settings.low_bit_recipe is None:
         return quantize_(model, quant_config(settings, spec.seed))
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     if len(linear) < 2:
@@ -63,9 +61,8 @@ def quantize_model(model: nn.Module, spec: RunSpec) -> nn.Module:
             f"ladder {settings.ladder!r}: expected a model with two linear layers or more, the last of which stays in "
             f"bfloat16; {settings.model} has {len(linear)}"
         )
-    recipe = recipes[settings.ladder.removeprefix(RECIPE_LADDER)]
-    wide = replace(recipe, wide_share=settings.wide_share).wide_layers(model)
-    return recipe.quantize_(model, wide or linear[-1:], spec.seed)
+    recipe = replace(settings.low_bit_recipe, wide_share=settings.wide_share)
+    return recipe.quantize_(model, recipe.wide_layers(model) or linear[-1:], spec.seed)
 
 
 def layer_constants(precision: LayerPrecision) -> tuple[Any, ...]:

@@ -24,8 +24,8 @@ from cpt_lab.analysis.claim_measures import MEASURES
 from cpt_lab.analysis.claims import (
     CONFIRMED,
     CONTRADICTED,
+    INCONCLUSIVE,
     MIXED,
-    OPEN,
     SMALLER,
     claims,
     combined,
@@ -45,20 +45,20 @@ demo = partial(designs.quality_cost, "demo", static_bits=[8], seeds=range(3))
 
 VERDICTS = [  # test, margin, low, high, n, verdict
     ("more", 0, 0.1, 2.0, 3, CONFIRMED),
-    ("more", 0, -0.1, 2.0, 3, OPEN),
+    ("more", 0, -0.1, 2.0, 3, INCONCLUSIVE),
     ("more", 0, -2.0, -0.1, 3, CONTRADICTED),
-    ("more", 0, 0.1, 2.0, 2, OPEN),  # two seeds settle nothing
+    ("more", 0, 0.1, 2.0, 2, INCONCLUSIVE),  # two seeds settle nothing
     ("more", 0.5, 0.1, 0.6, 5, CONFIRMED),
-    ("more", 0.5, -0.3, 0.6, 5, OPEN),
+    ("more", 0.5, -0.3, 0.6, 5, INCONCLUSIVE),
     ("more", 0.5, 0.1, 0.4, 5, SMALLER),  # there, but 0.5 is ruled out
     ("more", 0.5, -0.3, 0.4, 5, SMALLER),
     ("more", 0.5, -0.3, -0.1, 5, CONTRADICTED),
-    ("more", 0, NAN, NAN, 9, OPEN),
+    ("more", 0, NAN, NAN, 9, INCONCLUSIVE),
     ("no_worse", 0.5, -0.4, 1.0, 5, CONFIRMED),
-    ("no_worse", 0.5, -0.6, 1.0, 5, OPEN),
+    ("no_worse", 0.5, -0.6, 1.0, 5, INCONCLUSIVE),
     ("no_worse", 0.5, -2.0, -0.6, 5, CONTRADICTED),
     ("equal", 0.5, -0.4, 0.4, 5, CONFIRMED),
-    ("equal", 0.5, -0.4, 0.6, 5, OPEN),
+    ("equal", 0.5, -0.4, 0.6, 5, INCONCLUSIVE),
     ("equal", 0.5, 0.6, 0.9, 5, CONTRADICTED),
     ("equal", 0.5, -0.9, -0.6, 5, CONTRADICTED),
     ("correlation", 0, 0.2, 0.9, 11, CONFIRMED),
@@ -77,7 +77,7 @@ def test_verdict_follows_interval_and_margin(test, margin, low, high, n, expecte
 LETTERS = {
     "+": CONFIRMED,
     "-": CONTRADICTED,
-    "0": OPEN,
+    "0": INCONCLUSIVE,
     "<": SMALLER,
     "?": MIXED,
 }
@@ -89,21 +89,21 @@ COMBINED = [  # test, votes as task and verdict, combined verdict
     ("more", "a+ a?", MIXED),
     ("more", "a?", MIXED),
     ("more", "a< a0", SMALLER),
-    ("more", "", OPEN),
-    ("more", "a0 a0", OPEN),
-    ("correlation", "a+ a0", OPEN),  # claimed for every domain
+    ("more", "", INCONCLUSIVE),
+    ("more", "a0 a0", INCONCLUSIVE),
+    ("correlation", "a+ a0", INCONCLUSIVE),  # claimed for every domain
     ("correlation", "a+ a+", CONFIRMED),
     ("correlation", "a- a0", CONTRADICTED),
     ("correlation", "a+ a-", MIXED),
-    ("predictor", "a+ a+", OPEN),  # one domain
+    ("predictor", "a+ a+", INCONCLUSIVE),  # one domain
     ("predictor", "a+ b+ a0", CONFIRMED),
-    ("predictor", "a+ b0", OPEN),
+    ("predictor", "a+ b0", INCONCLUSIVE),
     ("predictor", "a+ b+ c-", MIXED),
     ("majority", "a+ a0 b+ c0", CONFIRMED),  # two of three, whatever a leaves open
-    ("majority", "a+ b+", OPEN),  # two tasks are too few to speak of domains
-    ("majority", "a+ c0 b0", OPEN),
-    ("majority", "a+ a- b+ c0", OPEN),  # one task that disagrees with itself
-    ("majority", "a+ b+ c0 d0", OPEN),  # half is no majority
+    ("majority", "a+ b+", INCONCLUSIVE),  # two tasks are too few to speak of domains
+    ("majority", "a+ c0 b0", INCONCLUSIVE),
+    ("majority", "a+ a- b+ c0", INCONCLUSIVE),  # one task that disagrees with itself
+    ("majority", "a+ b+ c0 d0", INCONCLUSIVE),  # half is no majority
     ("majority", "a- b- c0", CONTRADICTED),
 ]
 
@@ -128,9 +128,9 @@ def test_holm_matches_scipy_pvalues(seed):
     claim = replace(IDS["schedule_controls"], margin=0.0)
     words = rules.holm([partial(effect_verdict, claim, students(*x)) for x in samples])
     pvalues = [stats.ttest_1samp(x, 0).pvalue for x in samples]
-    assert [w != OPEN for w in words] == [p <= 0.05 for p in holm(pvalues)]
+    assert [w != INCONCLUSIVE for w in words] == [p <= 0.05 for p in holm(pvalues)]
     falling = {w for w, x in zip(words, samples, strict=True) if x.mean() < 0}
-    assert falling <= {CONTRADICTED, OPEN}
+    assert falling <= {CONTRADICTED, INCONCLUSIVE}
 
 
 @pytest.mark.parametrize(("scale", "other"), [("paper", "demo"), ("demo", "paper")])
@@ -141,7 +141,7 @@ def test_holm_corrects_within_one_scale(scale, other, monkeypatch):
     monkeypatch.setitem(MEASURES, "made_up", lambda runs, claim: effects)
     claim = replace(IDS["schedule_controls"], measure="made_up", margin=0.0)
     words = [word for _, word in judge(claim, table([])).effects]
-    assert words == [CONFIRMED, OPEN, OPEN]
+    assert words == [CONFIRMED, INCONCLUSIVE, INCONCLUSIVE]
 
 
 # --- the table of claims --------------------------------------------------------------------------

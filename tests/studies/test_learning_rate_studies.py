@@ -156,7 +156,7 @@ def test_h11_answers_follow_effects(rated, monkeypatch, golden):
     some = runs[runs["dataset"] == "digits"]
     texts["sections of one task"] = sections_text(list(h11.sections(some))[:1])
     golden("studies/h11.txt", titled(texts))
-    assert {a.outcome for a in h11.answers(some)} == {"open: 180 of 576 runs"}
+    assert {a.outcome for a in h11.answers(some)} == {"not finished: 180 of 576 runs"}
 
 
 H12_RUNS = {  # damage of the early and of the late deficit, constant and under decay
@@ -194,4 +194,4 @@ def test_h12_answers_follow_effects(rated, monkeypatch, golden):
     some = runs[runs["dataset"] == "digits"]
     texts["sections of one task"] = sections_text(list(h12.sections(some))[:1])
     golden("studies/h12.txt", titled(texts))
-    assert {a.outcome for a in h12.answers(some)} == {"open: 162 of 324 runs"}
+    assert {a.outcome for a in h12.answers(some)} == {"not finished: 162 of 324 runs"}

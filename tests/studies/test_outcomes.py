@@ -210,7 +210,7 @@ def test_h1_to_h4_sections_show_answered_questions(golden):
     golden("studies/sections.txt", sections_text(outcome.sections(runs)))
     incomplete = outcome.answers(runs.iloc[1:])
     assert [a.outcome for a in incomplete if a.question == "H3"] == [
-        "open: 299 of 300 runs"
+        "not finished: 299 of 300 runs"
     ]
     assert run_groups.deficit_groups(runs) == []
     h1_runs = grid_runs("h1/characters")[1]
@@ -320,10 +320,14 @@ def test_h5_without_runs_or_sensitivities_is_open(monkeypatch, measured):
     monkeypatch.setattr(h5_arms, "stored_sensitivity", missing)
     assert not list(h5.sections(table([])))
     found = h5.effects(h5.cases(table([])))
-    assert set(found["word"]) == {"open: where bits matter has not been measured"}
+    assert set(found["word"]) == {
+        "not finished: where bits matter has not been measured"
+    }
     assert len(h5.summary(found)) == len(h5_arms.CASES) * len(h5.ARMS)
     names = ", ".join(h5_arms.CASES)
-    assert h5.answers(table([]))[0].outcome == f"open: runs of {names} are missing"
+    assert (
+        h5.answers(table([]))[0].outcome == f"not finished: runs of {names} are missing"
+    )
 
 
 # --- H6 -------------------------------------------------------------------------------------------
@@ -372,7 +376,9 @@ def test_h6_answers_follow_effects(golden):
     cell = h6.cells(runs)[0]
     assert (cell.num_lost, cell.quality[h6_arms.LATE][100]) == (1, pytest.approx(10))
     some = runs[runs["seed"] != 103]
-    assert {a.outcome for a in h6.answers(some)} == {f"open: {744 - 93} of 744 runs"}
+    assert {a.outcome for a in h6.answers(some)} == {
+        f"not finished: {744 - 93} of 744 runs"
+    }
     assert list(h6.sections(some)) == []
 
 
@@ -445,7 +451,7 @@ def test_h7_answers_follow_effects(h7_base, golden):
     runs = h7_runs(h7_base, pair=2.0)
     texts["sections"] = sections_text(h7.sections(runs))
     some = runs[runs["dataset"] != "ptb"]
-    assert {a.outcome for a in h7.answers(some)} == {"open: 300 of 360 runs"}
+    assert {a.outcome for a in h7.answers(some)} == {"not finished: 300 of 360 runs"}
     texts["sections without ptb"] = sections_text(list(h7.sections(some))[:1])
     parts, _ = h7.tasks(runs)
     texts["gains"] = terminal(h7.gains(parts))
@@ -455,7 +461,7 @@ def test_h7_answers_follow_effects(h7_base, golden):
     refused("no task of H7 is complete", h7.figure, [])
     lost = h7_runs(h7_base, **h7_scenarios()["a run failed"])
     parts, missing = h7.tasks(lost)
-    assert (missing, parts[1].num_lost) == ("", 1)
+    assert (missing, len(parts[1].lost_keys)) == ("", 1)
     assert parts[1].quality("4/5")[0] == pytest.approx(10)
 
 
@@ -471,7 +477,7 @@ def test_h7_settings_are_best_in_validation(h7_base, tmp_path):
     message = r"lacks 1 of the 90 runs .* run h7-rates/characters"
     refused(message, H7.runs, "characters", error=NotMeasuredError)
     assert len(H7.runs("digits")) == 10 * 6
-    assert {a.outcome for a in h7.answers(table([]))} == {"open: 0 of 360 runs"}
+    assert {a.outcome for a in h7.answers(table([]))} == {"not finished: 0 of 360 runs"}
 
 
 # --- H10 ------------------------------------------------------------------------------------------

@@ -62,7 +62,9 @@ def test_running_studies_are_not_answered():
     """Take a study from ``RUNNING`` when its last row is stored."""
     for answer in preregistered.all_answers(committed()):
         is_running = answer.question.lower()[:3] in RUNNING
-        assert answer.outcome.startswith("open: ") == is_running, answer.question
+        assert answer.outcome.startswith("not finished: ") == is_running, (
+            answer.question
+        )
 
 
 @cache
@@ -115,8 +117,9 @@ def test_study_preregistration_is_older_than_its_rows(store):
     begun = started(store)
     if store in (H7.name, H10.name, H11.name, H13.name):
         chosen = f"{store}_rates"
-        first = begun.groupby(stored(store)["dataset"]).min()
-        last = started(chosen).groupby(stored(chosen)["dataset"]).max()
+        task = ["dataset", "model"]
+        first = begun.groupby([stored(store)[name] for name in task]).min()
+        last = started(chosen).groupby([stored(chosen)[name] for name in task]).max()
         assert (first > last[first.index]).all()
     git = ["git", "-C", str(ROOT)]
     shallow = subprocess.run(
@@ -143,8 +146,10 @@ def test_study_answers_are_inconclusive_without_runs():
         "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c H11a H11b H12a H12b "
         "H13a H13b H13c"
     ).split()
-    assert all(a.outcome.startswith("open: ") and not a.primary for a in found)
-    assert {a.outcome for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
+    assert all(a.outcome.startswith("not finished: ") and not a.primary for a in found)
+    assert {a.outcome for a in found if a.question == "H6a"} == {
+        "not finished: 0 of 744 runs"
+    }
     for study in grids.studies("outcome"):
         assert not list(study.sections(table([])))
 

@@ -154,7 +154,7 @@ def test_margin_lines_apply_holm_correction():
         for name, values in (("near", x), ("far", x - 1), ("wide", 99 * x))
     )
     lines = evidence_figures.margin_lines([near, far, wide], "abc", below="lost")
-    words = [line[-1].split(" ")[0] for line in lines]
-    assert words == ["alike", "lost", "open"]
+    words = [line[-1].partition(" (")[0] for line in lines]
+    assert words == ["within the margin", "lost", "inconclusive"]
     (line,) = evidence_figures.margin_lines([far], "a", above="won")
     assert line[1] == pytest.approx(-5)

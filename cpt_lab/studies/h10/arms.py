@@ -13,7 +13,7 @@ from cpt_extras.formats.ladder import LADDERS
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
 from cpt_lab.studies.case import Case
-from cpt_lab.studies.tuned import TunedStudy
+from cpt_lab.studies.tuned import FULL_BITS_ARM, TunedStudy
 
 LATE_DIVISOR = 5  # the last fifth: the learning rate falls by ten at its start, and again in its middle
 DECAY_MILESTONES, STEP_DECAY = {"milestones": (0.8, 0.9)}, {"lr_rule": "step"}
@@ -94,13 +94,13 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
             RoleSchedules(weight=late(9), activation=late(9), gradient=late(9)),
             None,
         ),
-        "8/8": (static(8), high),
+        FULL_BITS_ARM: (static(8), high),
     }
 
 
 STUDY = TunedStudy(
     "h10",
-    "which products switch to 8 bits, and when",
+    "which matmuls switch to 8 bits, and when",
     CASES,
     arms,
     tuning_seeds=range(50, 52),

@@ -15,8 +15,8 @@ from cpt_lab.analysis.preregistered import (
 )
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
+from cpt_lab.studies.tuned import FULL_BITS_ARM
 from cpt_lab.studies.tuned_outcome import (
-    FULL_BITS_ARM,
     Task,
     answer_questions,
     by_evaluation,
@@ -30,7 +30,7 @@ OPPONENTS = {
     "H10b": ("gradients late", "both late"),
     "H10c": ("forward spread",),
 }
-QUESTION_START = "At one cost, does switching the forward products to 8 bits, as the learning rate falls,"
+QUESTION_START = "At one cost, does switching the forward matmuls to 8 bits, as the learning rate falls,"
 FIGURE_ALT = "gain of a late forward switch over static bits, over other switches, and over the same bits spread evenly"
 tasks = partial(complete, STUDY)
 
@@ -147,7 +147,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         STUDY,
         runs,
         QUESTIONS,
-        "Which products should switch to more bits late",
+        "Which matmuls should switch to more bits late",
         note,
         figure,
         FIGURE_ALT,

@@ -19,7 +19,7 @@ from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.solver import solve_schedule
 from cpt_lab.experiments.schema import CYCLIC_RULES
 from cpt_lab.studies.case import FACEBOOK, Case
-from cpt_lab.studies.tuned import TunedStudy
+from cpt_lab.studies.tuned import FULL_BITS_ARM, TunedStudy
 
 STATIC_BITS, LOW_BITS, HIGH_BITS, Q_MAX = 4, 3, 6, 8
 STATIC, RISING, FALLING, EVEN, CYCLIC = "static 4", "rising", "falling", "even", "CR"
@@ -108,7 +108,7 @@ def _spread(num_high: int, steps: int) -> TableSchedule:
 def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
     """Return (forward bits, gradient bits) of every arm."""
     steps = case.recipe.steps
-    schedules = _schedules(steps) | {"8/8": StaticSchedule(Q_MAX, steps)}
+    schedules = _schedules(steps) | {FULL_BITS_ARM: StaticSchedule(Q_MAX, steps)}
     return {arm: (schedule, Q_MAX) for arm, schedule in schedules.items()}
 
 

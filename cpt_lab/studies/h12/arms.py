@@ -73,7 +73,7 @@ def runs(task: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSp
     specs = []
     for rule in h11.RULES:
         name = h11.case_name(task, rule)
-        factor, _ = tuned.settings(h11.STUDY, name)["8/8"]
+        factor, _ = tuned.settings(h11.STUDY, name)[tuned.FULL_BITS_ARM]
         recipe = h11.CASES[name].recipe
         trainings: dict[str, DeficitSchedule] = {}
         for steps, window in windows(task):

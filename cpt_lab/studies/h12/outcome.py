@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import (
-    EIGHT_BITS,
     Estimate,
-    find_rows,
+    find_complete,
     run_frame,
     seeds_by_arms,
     significant_effects,
 )
-from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.preregistered import (
     Answer,
     correct_answers,
@@ -25,7 +24,7 @@ from cpt_lab.analysis.preregistered import (
     summary,
 )
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.experiments.schema import EIGHT_BITS
 from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.studies.h11.arms import CONSTANT, DECAYS, RULES, TASKS
 from cpt_lab.studies.h12 import arms
@@ -91,21 +90,11 @@ class Damages:
 
 
 def damages(runs: pd.DataFrame) -> tuple[list[Damages], str]:
-    """Return the damages of complete tasks, and a note on missing runs such as "open: 3 of 9 runs", or ""."""
-    complete, num_stored, num_needed = [], 0, 0
-    for task in arms.DESIGNS:
-        num_needed += arms.num_runs(task)
-        try:
-            specs = arms.runs(task)
-        except NotMeasuredError:
-            continue
-        num_stored += len({spec.key for spec in specs} & set(runs["key"]))
-        rows = find_rows(specs, runs)
-        if not isinstance(rows, str):
-            complete.append(Damages(task, rows))
-    if len(complete) == len(arms.DESIGNS):
-        return complete, ""
-    return complete, f"open: {num_stored} of {plural(num_needed, 'run')}"
+    """Return the damages of complete tasks, and a note on missing runs such as "not finished: 3 of 9 runs", or ""."""
+    makers = {task: partial(arms.runs, task) for task in arms.DESIGNS}
+    num_runs = sum(map(arms.num_runs, arms.DESIGNS))
+    rows_by_task, missing = find_complete(makers, num_runs, runs)
+    return [Damages(task, rows) for task, rows in rows_by_task.items()], missing
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:

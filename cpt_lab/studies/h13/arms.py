@@ -5,7 +5,8 @@ arm costs more than "4/4" is its share of matmuls in MXFP8, at any price per mul
 ``EQUAL_COST_ARMS``, where all matmuls have one size.
 
 >>> case = CASES["llama/nvfp4"]
->>> for arm, (schedule, q_grad) in arms(case).items():
+>>> for arm in ("4/4", *EQUAL_COST_ARMS, "8/8"):
+...     schedule, q_grad = arms(case)[arm]
 ...     print(arm, round(schedule.relative_cost(q_grad, 8, ladder=case.recipe.formats), 3))
 4/4 0.25
 forward late 0.3
@@ -13,7 +14,6 @@ input gradient late 0.3
 weight gradient late 0.3
 all late 0.3
 forward spread 0.3
-last layers wide 0.25
 8/8 1.0
 """
 
@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.search.custom_schedules import TableSchedule
 from cpt_extras.search.role_schedules import RoleSchedules
-from cpt_lab.experiments.schema import RECIPE_LADDER
+from cpt_lab.experiments.schema import EIGHT_BITS, RECIPE_LADDER
 from cpt_lab.studies.case import Case
-from cpt_lab.studies.tuned import EIGHT_BITS, TunedStudy
+from cpt_lab.studies.tuned import FULL_BITS_ARM, TunedStudy
 
 LOW, HIGH = 4, 8  # levels: four bits and MXFP8
-STATIC_ARM, FULL_ARM, WIDE_ARM = "4/4", "8/8", "last layers wide"
+STATIC_ARM, WIDE_ARM = "4/4", "last layers wide"
 FORWARD_ARM, ALL_ARM, SPREAD_ARM = "forward late", "all late", "forward spread"
 INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM = "input gradient late", "weight gradient late"
 EQUAL_COST_ARMS = (
@@ -39,13 +39,13 @@ EQUAL_COST_ARMS = (
     WEIGHT_GRADIENT_ARM,
     ALL_ARM,
     SPREAD_ARM,
-)  # of equal cost
+)
 NVFP4, MXFP4, INT4 = "nvfp4", "mxfp4", "int4"  # keys of ``cpt.recipes``
-FOUR_BIT_FORMATS = (NVFP4, MXFP4, INT4)
+LOW_BIT_RECIPES = (NVFP4, MXFP4, INT4)
 DECAY_DIVISOR = 5  # the learning rate decays in the last fifth of the steps
 NUM_MATMULS = 3  # of a linear layer in a step, all of one size
 WIDE_SHARE = 0.15  # of the linear layers, in NVIDIA's recipe
-TASKS_WITH_WIDE_LAYERS = ("llama", "vit")  # in the MLP it is the last layer alone
+MODELS_WITH_WIDE_LAYERS = ("llama", "vit")  # in the MLP it is the last layer alone
 
 TRAINING = {
     "optimizer": "adamw",
@@ -69,7 +69,7 @@ MLP = DIGITS | {"model": "mlp4", "batch": 64}
 
 
 class TaskSettings(NamedTuple):
-    """A task without its format: data set, kind of task, changed fields of its demo recipe, printed name."""
+    """A task without its low-bit recipe: data set, kind of task, changed fields of its demo recipe, printed name."""
 
     dataset: str
     kind: str
@@ -84,28 +84,28 @@ TASKS = {
 }
 
 
-def case_name(task: str, format: str) -> str:
-    """Return the key of a task in a format of four bits in ``CASES``."""
-    return f"{task}/{format}"
+def case_name(task: str, recipe: str) -> str:
+    """Return the key of a task in a low-bit recipe in ``CASES``."""
+    return f"{task}/{recipe}"
 
 
-def _case(task: str, format: str) -> Case:
+def _case(task: str, recipe: str) -> Case:
     settings = TASKS[task]
     return Case(
         settings.dataset,
         settings.kind,
         seeds=16,
         margin=1.0,
-        changes={**settings.changes, "ladder": f"{RECIPE_LADDER}{format}"},
+        changes={**settings.changes, "ladder": f"{RECIPE_LADDER}{recipe}"},
         q_max=HIGH,
-        title=f"{settings.title}, {format}",
+        title=f"{settings.title}, {recipe}",
     )
 
 
 CASES = {
-    case_name(task, format): _case(task, format)
+    case_name(task, recipe): _case(task, recipe)
     for task in TASKS
-    for format in FOUR_BIT_FORMATS
+    for recipe in LOW_BIT_RECIPES
 }
 
 
@@ -140,9 +140,10 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
         ALL_ARM: (RoleSchedules(all_late, all_late, all_late), None),
         SPREAD_ARM: (TableSchedule(tuple(itertools.chain(*every_fifth))), LOW),
     }
-    if case in (CASES[case_name(task, NVFP4)] for task in TASKS_WITH_WIDE_LAYERS):
+    is_nvfp4 = case.recipe.ladder == f"{RECIPE_LADDER}{NVFP4}"
+    if is_nvfp4 and case.recipe.model in MODELS_WITH_WIDE_LAYERS:
         schedules[WIDE_ARM] = static, LOW
-    return schedules | {FULL_ARM: (StaticSchedule(HIGH, steps), HIGH)}
+    return schedules | {FULL_BITS_ARM: (StaticSchedule(HIGH, steps), HIGH)}
 
 
 def changes(case: Case, arm: str) -> Mapping[str, Any]:
@@ -152,12 +153,12 @@ def changes(case: Case, arm: str) -> Mapping[str, Any]:
     """
     if arm == WIDE_ARM:
         return {"wide_share": WIDE_SHARE}
-    return {"ladder": f"{RECIPE_LADDER}{NVFP4}"} if arm == FULL_ARM else {}
+    return {"ladder": f"{RECIPE_LADDER}{NVFP4}"} if arm == FULL_BITS_ARM else {}
 
 
 def tuned_as(arm: str) -> str:
     """Return the arm whose learning rate an arm takes: up to its switch, a late arm is the training of 4/4."""
-    return arm if arm == FULL_ARM else STATIC_ARM
+    return arm if arm == FULL_BITS_ARM else STATIC_ARM
 
 
 STUDY = TunedStudy(
@@ -176,5 +177,5 @@ STUDY = TunedStudy(
 
 
 GRIDS = STUDY.grids(
-    {task: [case_name(task, format) for format in FOUR_BIT_FORMATS] for task in TASKS}
+    {task: [case_name(task, recipe) for recipe in LOW_BIT_RECIPES] for task in TASKS}
 )

@@ -2,27 +2,34 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.estimates import Estimate, significant_effects
+from cpt_lab.analysis.estimates import (
+    INCONCLUSIVE,
+    Estimate,
+    significant_effects,
+)
 from cpt_lab.analysis.preregistered import Answer, interval_figure, margin_lines
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.studies.h13.arms import (
     EQUAL_COST_ARMS,
     FORWARD_ARM,
-    FULL_ARM,
     INPUT_GRADIENT_ARM,
     INT4,
     MXFP4,
+    NVFP4,
     SPREAD_ARM,
     STATIC_ARM,
     STUDY,
     WEIGHT_GRADIENT_ARM,
     WIDE_ARM,
+    case_name,
 )
+from cpt_lab.studies.tuned import FULL_BITS_ARM
 from cpt_lab.studies.tuned_outcome import (
     Question,
     Task,
@@ -32,12 +39,21 @@ from cpt_lab.studies.tuned_outcome import (
     show_table,
 )
 
-GRADIENT_ARMS = (INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM)
-VERSUS_GRADIENTS = (
-    GRADIENT_ARMS,
-    "the mean of both gradients late",
-)  # arms, and their name
-VERSUS_STATIC, VERSUS_SPREAD = ((STATIC_ARM,), STATIC_ARM), ((SPREAD_ARM,), SPREAD_ARM)
+
+class Baseline(NamedTuple):
+    """Arms whose mean the late forward switch is compared with, and their name."""
+
+    arms: tuple[str, ...]
+    name: str
+
+
+GRADIENTS = Baseline(
+    (INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM), "the mean of both gradients late"
+)
+STATIC, SPREAD = (
+    Baseline((STATIC_ARM,), STATIC_ARM),
+    Baseline((SPREAD_ARM,), SPREAD_ARM),
+)
 MIN_GAIN = 0.5  # of MXFP8 on held-out data in margins, for a task to count
 MIN_TASKS = 2  # that count, for an answer
 FIGURE_ALT = "a late switch of the forward matmuls minus one of a gradient, and minus forward matmuls spread over time"
@@ -49,42 +65,47 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return answer_questions(*tasks(runs), QUESTIONS)
 
 
-def forward_gain(
-    task: Task, others: tuple[Sequence[str], str], rule: str = ""
-) -> Estimate:
+def forward_gain(task: Task, baseline: Baseline, rule: str = "") -> Estimate:
     """Return the quality of the late forward switch minus the mean of other arms.
 
     Args:
         task: a task in a recipe.
-        others: (arms, their name).
+        baseline: what is subtracted.
         rule: of evaluation; "" for MXFP8.
     """
-    arms, name = others
-    baseline = np.mean([task.quality(arm, rule) for arm in arms], axis=0)
-    values = task.quality(FORWARD_ARM, rule) - baseline
-    description = f"{task.name}, {FORWARD_ARM} minus {name}"
+    qualities = [task.quality(arm, rule) for arm in baseline.arms]
+    values = task.quality(FORWARD_ARM, rule) - np.mean(qualities, axis=0)
+    description = f"{task.name}, {FORWARD_ARM} minus {baseline.name}"
     return Estimate(description, task.unit, values, task.margin)
 
 
-def counted_tasks(parts: Sequence[Task], *formats: str) -> list[dict[str, Task]]:
-    """Return format -> task, for the tasks in which MXFP8 gains enough in all of some formats."""
+def gain_in_margins(
+    task: Task, baseline: Baseline, rule: str = "", minus: Task | None = None
+) -> np.ndarray:
+    """Return ``forward_gain`` in margins by seed, minus that of the same task in another recipe if one is given."""
+    gain = forward_gain(task, baseline, rule).values / task.margin
+    return gain if minus is None else gain - gain_in_margins(minus, baseline, rule)
+
+
+def counted_tasks(parts: Sequence[Task], *recipes: str) -> list[dict[str, Task]]:
+    """Return recipe -> task, for the tasks in which MXFP8 gains enough in all of some recipes."""
     by_case = {tuple(part.case.split("/")): part for part in parts}
     counted = []
     for name in dict.fromkeys(task for task, _ in by_case):
-        by_format = {format: by_case[name, format] for format in formats}
-        if all(_has_gain(task) for task in by_format.values()):
-            counted.append(by_format)
+        by_recipe = {recipe: by_case[name, recipe] for recipe in recipes}
+        if all(_has_gain(task) for task in by_recipe.values()):
+            counted.append(by_recipe)
     return counted
 
 
 def _has_gain(task: Task) -> bool:
-    return task.held_out_gain(FULL_ARM, STATIC_ARM) >= MIN_GAIN * task.margin
+    return task.held_out_gain(FULL_BITS_ARM, STATIC_ARM) >= MIN_GAIN * task.margin
 
 
 def mean_gain(
     parts: Sequence[Task],
-    others: tuple[Sequence[str], str],
-    format: str,
+    baseline: Baseline,
+    recipe: str,
     minus: str = "",
     rule: str = "",
 ) -> Estimate | None:
@@ -92,35 +113,29 @@ def mean_gain(
 
     Args:
         parts: all tasks.
-        others: (arms, their name).
-        format: name of a recipe.
+        baseline: what is subtracted.
+        recipe: name of a recipe.
         minus: recipe whose gain is subtracted; "" for none.
         rule: of evaluation; "" for MXFP8.
     """
-    formats = (format, minus) if minus else (format,)
-    counted = counted_tasks(parts, *formats)
+    recipes = (recipe, minus) if minus else (recipe,)
+    counted = counted_tasks(parts, *recipes)
     if len(counted) < MIN_TASKS:
         return None
-
-    def in_margins(task: Task) -> np.ndarray:
-        return forward_gain(task, others, rule).values / task.margin
-
-    values = [in_margins(by_format[format]) for by_format in counted]
-    if minus:
-        values = [
-            gain - in_margins(by_format[minus])
-            for gain, by_format in zip(values, counted, strict=True)
-        ]
-    name = f"{format} minus {minus}" if minus else format
+    values = [
+        gain_in_margins(by_recipe[recipe], baseline, rule, by_recipe.get(minus))
+        for by_recipe in counted
+    ]
+    name = f"{recipe} minus {minus}" if minus else recipe
     description = (
-        f"{name}, {FORWARD_ARM} minus {others[1]}, mean of {len(counted)} tasks"
+        f"{name}, {FORWARD_ARM} minus {baseline.name}, mean of {len(counted)} tasks"
     )
     return Estimate(description, "margins", np.mean(values, axis=0), 1.0)
 
 
 def _answer(
     parts: Sequence[Task],
-    compared: Sequence[tuple[Sequence[str], str]],
+    baselines: Sequence[Baseline],
     words: tuple[str, str],
     minus: str = "",
     rule: str = "",
@@ -129,12 +144,12 @@ def _answer(
 
     Args:
         parts: all tasks.
-        compared: (arms, their name), which the late forward switch is compared with.
+        baselines: what the late forward switch is compared with.
         words: what is confirmed, and what contradicts.
         minus: recipe whose effects are subtracted; "" for none.
         rule: of evaluation; "" for MXFP8.
     """
-    effects = [mean_gain(parts, others, MXFP4, minus, rule) for others in compared]
+    effects = [mean_gain(parts, baseline, MXFP4, minus, rule) for baseline in baselines]
     primary = [effect for effect in effects if effect is not None]
     left_out = [
         part.name
@@ -144,9 +159,10 @@ def _answer(
     remark = ""
     if left_out:
         remark = f"left out, as MXFP8 gains too little there: {', '.join(left_out)}"
-    secondary = [forward_gain(part, compared[0], rule) for part in parts]
+    secondary = _secondary(parts, baselines, minus, rule)
     if not primary:
-        return Answer(secondary=tuple(secondary), remark=remark, outcome="open")
+        outcome = "; ".join(filter(None, [INCONCLUSIVE, remark]))
+        return Answer(secondary=tuple(secondary), outcome=outcome)
 
     contradicted = ""
     if significant_effects(primary[:1], "less", 0.025):
@@ -160,12 +176,37 @@ def _answer(
     )
 
 
+def _secondary(
+    parts: Sequence[Task],
+    baselines: Sequence[Baseline],
+    minus: str,
+    rule: str,
+) -> list[Estimate]:
+    """Return the effects of ``_answer`` in every task, and their means for NVFP4."""
+    effects = []
+    for baseline in baselines:
+        for part in parts:
+            task, _, recipe = part.case.partition("/")
+            if not minus:
+                effects.append(forward_gain(part, baseline, rule))
+            elif recipe != minus:
+                (subtracted,) = (p for p in parts if p.case == case_name(task, minus))
+                values = gain_in_margins(part, baseline, rule, subtracted)
+                description = (
+                    f"{part.name} minus {minus}, {FORWARD_ARM} minus {baseline.name}"
+                )
+                effects.append(Estimate(description, "margins", values, 1.0))
+        mean = mean_gain(parts, baseline, NVFP4, minus, rule)
+        effects += [] if mean is None else [mean]
+    return effects
+
+
 QUESTIONS: dict[str, Question] = {
     "H13a": (
         "In the recipe for MXFP4, is it better to switch the forward matmuls late than those of a gradient?",
         partial(
             _answer,
-            compared=(VERSUS_GRADIENTS, VERSUS_STATIC),
+            baselines=(GRADIENTS, STATIC),
             words=("the forward matmuls should switch", "a gradient should switch"),
         ),
     ),
@@ -173,7 +214,7 @@ QUESTIONS: dict[str, Question] = {
         "Does that depend on the recipe: is it more so for MXFP4 than for int4?",
         partial(
             _answer,
-            compared=(VERSUS_GRADIENTS,),
+            baselines=(GRADIENTS,),
             words=("more so for MXFP4", "more so for int4"),
             minus=INT4,
         ),
@@ -183,7 +224,7 @@ QUESTIONS: dict[str, Question] = {
         "the training?",
         partial(
             _answer,
-            compared=(VERSUS_SPREAD,),
+            baselines=(SPREAD,),
             words=("late is better", "spread is better"),
         ),
     ),
@@ -193,7 +234,7 @@ QUESTIONS: dict[str, Question] = {
 def gains(parts: Sequence[Task]) -> pd.DataFrame:
     """Return a printable table of what every arm gains on four bits alone, and of what MXFP8 alone gains."""
     columns: dict[str, list[str]] = {"task": [part.name for part in parts]}
-    for arm in (*EQUAL_COST_ARMS, WIDE_ARM, FULL_ARM):
+    for arm in (*EQUAL_COST_ARMS, WIDE_ARM, FULL_BITS_ARM):
         columns[f"{arm} minus {STATIC_ARM} [95 %]"] = [
             part.gain(arm, STATIC_ARM).text() if arm in part.settings else "–"
             for part in parts
@@ -215,9 +256,9 @@ def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
 def figure(parts: Sequence[Task]) -> Figure:
     """Draw the late forward switch minus gradient switches and minus a spread one, in units of the margin."""
     lines = []
-    for others, word in ((VERSUS_GRADIENTS, "gradients"), (VERSUS_SPREAD, "spread")):
-        names = [f"{part.name}: forward late minus {others[1]}" for part in parts]
-        effects = [forward_gain(part, others) for part in parts]
+    for baseline, word in ((GRADIENTS, "gradients"), (SPREAD, "spread")):
+        names = [f"{part.name}: forward late minus {baseline.name}" for part in parts]
+        effects = [forward_gain(part, baseline) for part in parts]
         lines += margin_lines(
             effects, names, f"{word} is better", "forward late is better"
         )
@@ -233,7 +274,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the results of H13, once all runs of a task are stored."""
     note = (
         f"H13 of docs/preregistration.md. {', '.join(EQUAL_COST_ARMS)} cost the same at any price of a "
-        "multiply-accumulate: a fifteenth of the matmuls of quantised layers is in MXFP8, the others have four bits "
+        "multiply-accumulate: a fifteenth of the matmuls of quantised layers is in MXFP8, the baseline have four bits "
         "(for the MLP see there). The learning rates of 4/4 and of 8/8 were chosen on held-out data; the other arms "
         "have that of 4/4. All models are evaluated in MXFP8."
     )
@@ -241,7 +282,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         STUDY,
         runs,
         QUESTIONS,
-        "Which matmuls should switch late, in formats that hardware has?",
+        "Which matmuls should switch late, in recipes that hardware has?",
         note,
         figure,
         FIGURE_ALT,

@@ -4,7 +4,7 @@ A question is answered when all its runs are stored. A run that diverged or fail
 
 >>> from cpt_lab.analysis.run_table import table
 >>> [answer.outcome for answer in answers(table([]))][:1]
-['open: 0 of 288 runs']
+['not finished: 0 of 288 runs']
 """
 
 import math
@@ -18,7 +18,6 @@ from scipy import stats
 
 from cpt_lab.analysis import deficit_dates, preregistered
 from cpt_lab.analysis.estimates import (
-    CURRENT_BITS,
     EVALUATION_RULES,
     PERCENT,
     POINTS,
@@ -37,13 +36,14 @@ from cpt_lab.analysis.preregistered import (
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.grids import grid_specs
+from cpt_lab.experiments.schema import CURRENT_BITS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.studies.h1_to_h4 import arms
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
-    """Return the answers of H1, H2, H3, H4a and H4b from rows; a question with missing runs stays open.
+    """Return the answers of H1, H2, H3, H4a and H4b from rows; a question with missing runs has no answer.
 
     Holm's correction is over all five, answered or not.
     """

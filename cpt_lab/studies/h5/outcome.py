@@ -20,9 +20,9 @@ from cpt_core.schedules.schedule import Schedule
 from cpt_extras.search.layered import LayeredSchedule
 from cpt_extras.search.sensitivity_result import OVER
 from cpt_lab.analysis.estimates import (
-    CURRENT_BITS,
-    EIGHT_BITS,
     EVALUATION_RULES,
+    INCONCLUSIVE,
+    NOT_FINISHED,
     PERCENT,
     Estimate,
     find_rows,
@@ -40,6 +40,7 @@ from cpt_lab.analysis.style import (
     interval_bar,
     subplots,
 )
+from cpt_lab.experiments.schema import CURRENT_BITS, EIGHT_BITS
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.studies.h5.arms import (
@@ -115,10 +116,10 @@ def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
 
     Returns:
         case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
-        all cases times arms), word ("wins", "loses", "open", or a note on missing runs), n, lost (runs of arm and
-        opponent that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static
-        8 on it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to
-        static's, by both conventions). NaN for a case with missing runs.
+        all cases times arms), word ("wins", "loses", "inconclusive", or a note on missing runs), n, lost (runs of arm
+        and opponent that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of
+        static 8 on it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative
+        to static's, by both conventions). NaN for a case with missing runs.
     """
     lines = [line for case, arms in parts.items() for line in _case(case, arms, rule)]
     adjusted = holm([line["p"] for line in lines])
@@ -126,7 +127,7 @@ def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
         line["adjusted"] = p
         if not line["word"]:
             direction = WINS if line["mean"] > 0 else LOSES
-            line["word"] = direction if p < SIGNIFICANCE_LEVEL else "open"
+            line["word"] = direction if p < SIGNIFICANCE_LEVEL else INCONCLUSIVE
     columns = [
         "case",
         "arm",
@@ -156,7 +157,7 @@ def cases(runs: pd.DataFrame) -> dict[str, Arms | str]:
         try:
             specs = allocated(case)
         except NotMeasuredError:
-            return "open: where bits matter has not been measured"
+            return f"{NOT_FINISHED}where bits matter has not been measured"
         rows = find_rows(specs, runs)
         return rows if isinstance(rows, str) else Arms(specs, rows)
 
@@ -260,10 +261,10 @@ def verdict(gains: pd.DataFrame) -> str:
 
     For an arm that wins and never loses, the results of all other tasks are listed too.
     """
-    is_open = gains["word"].str.startswith("open: ")
-    missing = [case for case in CASES if is_open[gains["case"] == case].any()]
+    is_missing = gains["word"].str.startswith(NOT_FINISHED)
+    missing = [case for case in CASES if is_missing[gains["case"] == case].any()]
     if missing:
-        return f"open: runs of {', '.join(missing)} are missing"
+        return f"{NOT_FINISHED}runs of {', '.join(missing)} are missing"
 
     allocated_gains = gains[gains["arm"].isin(ALLOCATED)]
     word = allocated_gains["word"]
@@ -277,10 +278,10 @@ def verdict(gains: pd.DataFrame) -> str:
         if len(lines):
             sentences.append(f"{name}: {'; '.join(_gains(lines))}")
     other_gains = allocated_gains[(outcome == WON) & (word != WINS)]
-    is_undecided = other_gains["word"] == "open"
+    is_undecided = other_gains["word"] == INCONCLUSIVE
     if is_undecided.any():
         undecided = "; ".join(_gains(other_gains[is_undecided]))
-        sentences.append(f"open after Holm's correction: {undecided}")
+        sentences.append(f"{INCONCLUSIVE} after Holm's correction: {undecided}")
     static_arms = [
         f"{r.arm}, {r.case}" for r in other_gains[~is_undecided].itertuples()
     ]
@@ -303,14 +304,14 @@ def _no_win_text(allocated_gains: pd.DataFrame) -> str:
 
 
 def _outcomes(gains: pd.DataFrame) -> dict[str, str]:
-    """Return the registered outcome of every allocated arm, or "open"."""
+    """Return the registered outcome of every allocated arm, or "inconclusive"."""
     outcomes = {}
     for arm in ALLOCATED:
         words = set(gains["word"][gains["arm"] == arm])
         if WINS in words:
             outcomes[arm] = MIXED if LOSES in words else WON
         else:
-            outcomes[arm] = WORSE if LOSES in words else "open"
+            outcomes[arm] = WORSE if LOSES in words else INCONCLUSIVE
     return outcomes
 
 
@@ -368,7 +369,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     if dependent_arms:
         outcome += f"; depends on the rule: {' and '.join(dependent_arms)}"
     by_rule: tuple[tuple[str, str], ...] = ()
-    if not sentence.startswith("open: "):
+    if not sentence.startswith(NOT_FINISHED):
         by_rule = tuple(outcomes_by_rule(parts).items())
 
     primary = []

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from cpt_core.schedules.profiles import SUITE
 from cpt_extras.formats.ladder import LADDERS
 from cpt_lab.analysis.estimates import (
-    EIGHT_BITS,
     Estimate,
     find_rows,
     run_frame,
@@ -31,6 +30,7 @@ from cpt_lab.analysis.preregistered import (
 )
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import spearman
+from cpt_lab.experiments.schema import EIGHT_BITS
 from cpt_lab.experiments.spec import savings_of
 from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.studies.h6.arms import CASES, LADDER_NAMES, LATE, on_ladders
@@ -100,7 +100,7 @@ class Cell:
 
 
 def cells(runs: pd.DataFrame) -> list[Cell] | str:
-    """Return the cells, or a note on missing runs such as "open: 3 of 9 runs"."""
+    """Return the cells, or a note on missing runs such as "not finished: 3 of 9 runs"."""
     specs = [spec for case in CASES for spec in on_ladders(case)]
     rows = find_rows(specs, runs)
     if isinstance(rows, str):

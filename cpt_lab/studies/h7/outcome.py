@@ -31,9 +31,9 @@ from cpt_lab.studies.h7.arms import (
     STUDY,
     reduced_gradient_arm,
 )
+from cpt_lab.studies.tuned import FULL_BITS_ARM
 from cpt_lab.studies.tuned_outcome import (
     EVALUATIONS,
-    FULL_BITS_ARM,
     Question,
     Task,
     answer_questions,
