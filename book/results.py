@@ -315,9 +315,10 @@ def _answers_table(answers: Iterable[Answer]) -> pd.DataFrame:
                 *outcomes_by_rule,
             )
         )
-    columns = ["", "question", "outcome", "primary effects, or the highest bounds"]
+    columns = ["", "question", "outcome", "primary effects [95 %], or upper bounds"]
     columns += [
-        f"both at {rule}, p after Holm's correction" for rule in EVALUATION_RULES
+        f"outcome if both are evaluated at {rule}, p with Holm's correction"
+        for rule in EVALUATION_RULES
     ]
     return pd.DataFrame(lines, columns=columns)
 

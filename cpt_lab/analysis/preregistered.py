@@ -281,7 +281,7 @@ def interval_figure(
     """Draw means and 95 % intervals on one axis, with name and verdict above each, grey within +- ``band``."""
     lines = [IntervalLine(*line) for line in lines]
     verdicts = [f"{line.name}: {line.verdict}" for line in lines]
-    alt = f"{title}. {'; '.join(verdicts)}"
+    alt = f"{' '.join(title.split())}. {'; '.join(verdicts)}"
     size = (5.6, 0.9 + 0.38 * len(lines))  # narrow enough for phones
     with subplots(alt=alt, figsize=size) as (figure, ((ax,),)):
         ax.axvspan(-band, band, color="#dddddd", linewidth=0)

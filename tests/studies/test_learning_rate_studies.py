@@ -151,7 +151,8 @@ def test_h11_answers_follow_effects(rated, monkeypatch, golden):
             return margin_of[spec.key] * (gain + 0.1 * noise_of(spec))
 
         runs = runs_with(specs, base, quality)
-        texts[title] = answers_text(h11.answers(runs))
+        heading = h11.figure(h11.tasks(runs)[0]).get_suptitle()
+        texts[title] = f"{answers_text(h11.answers(runs))}\nfigure: {heading}"
     texts["sections"] = sections_text(list(h11.sections(runs)))
     some = runs[runs["dataset"] == "digits"]
     texts["sections of one task"] = sections_text(list(h11.sections(some))[:1])

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import Estimate, significant_effects
+from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.preregistered import (
     Answer,
     interval_figure,
@@ -165,12 +166,15 @@ def figure(parts: Sequence[Task]) -> Figure:
         for task in by_task
         for rule in RULES
     ]
-    lines = margin_lines(order, names, "falling is better", "rising is better")
+    order_lines = margin_lines(order, names, "falling is better", "rising is better")
     names = [f"{_title(task)}, decay: rising minus static" for task in by_task]
-    lines += margin_lines(rises(parts), names, "static is better", "rising is better")
+    static = margin_lines(rises(parts), names, "static is better", "rising is better")
+    num_risen = sum(line.verdict.startswith("rising") for line in order_lines)
+    num_static = sum(line.verdict.startswith("static") for line in static)
     return interval_figure(
-        lines,
-        "The order of bits by the decay of the learning rate",
+        order_lines + static,
+        f"Rising bits beat falling ones in {num_risen} of {len(order_lines)} trainings;\n"
+        f"under decay static bits beat rising ones in {num_static} of {plural(len(static), 'task')}",
         "gain at equal cost, in margins (grey: within one)",
         band=1,
     )
