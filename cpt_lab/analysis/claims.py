@@ -284,7 +284,8 @@ class Entry:
             e.dataset for e, word in tested if word == INCONCLUSIVE
         )
         if undecided:
-            parts.append(f"{INCONCLUSIVE} on {', '.join(undecided)}")
+            word = "undecided" if head else INCONCLUSIVE
+            parts.append(f"{word} on {', '.join(undecided)}")
         few_seeds = dict.fromkeys(
             effect.dataset
             for effect, _ in self.effects
