@@ -88,7 +88,8 @@ def test_earlier_questions_have_both_evaluation_rules():
     text = page("earlier-questions")
     (header,) = re.findall(r"^\|  \| question \|.*$", text, re.M)
     rules = [cell.partition(",")[0] for cell in header.split(" | ")[-2:]]
-    assert rules == ["both at 8 bits", "both at their own bits"]
+    start = "outcome if both are evaluated at"
+    assert rules == [f"{start} 8 bits", f"{start} their own bits"]
     for question in "H2 H5 H7a H7b H7c H8a H8b H10a H10b H10c".split():
         row, *_ = re.findall(rf"^\| {question} \|.*$", text, re.M)  # of the outcomes
         assert "–" not in row.split(" | ")[-2:], question
