@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import pandas as pd
 
 from cpt_lab.analysis import reproduction
-from cpt_lab.analysis.claims import INCONCLUSIVE, NOT_RUN, Entry
+from cpt_lab.analysis.claims import Entry
 from cpt_lab.analysis.effects import MIN_SEEDS, Effect
+from cpt_lab.analysis.estimates import INCONCLUSIVE, NOT_RUN
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.rendering import markdown
 

@@ -51,6 +51,7 @@ from cpt_core.validation import check_choice
 from cpt_lab.analysis import levels, run_groups
 from cpt_lab.analysis.claim_measures import BOTH_AGGREGATIONS, MEASURES
 from cpt_lab.analysis.effects import MIN_SEEDS, Claim, Effect, Interval
+from cpt_lab.analysis.estimates import INCONCLUSIVE, NOT_RUN
 from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.statistics import ALPHA
@@ -59,7 +60,7 @@ from cpt_lab.experiments.registry import DATASETS
 from cpt_lab.paths import paper_dir
 
 CONFIRMED, SMALLER, CONTRADICTED = "confirmed", "smaller than claimed", "contradicted"
-MIXED, INCONCLUSIVE, NOT_RUN = "mixed", "inconclusive", "not run"
+MIXED = "mixed"
 # test -> the verdicts of smaller scales in place of confirmed and contradicted
 SMALLER_SCALES = {
     "more": ("same sign", "opposite sign"),

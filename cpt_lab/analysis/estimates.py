@@ -21,6 +21,7 @@ from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 
 POINTS, PERCENT = "points", "%"
 INCONCLUSIVE = "inconclusive"  # outcome of a test that decides nothing
+NOT_RUN = "not run"  # outcome without any run
 NOT_FINISHED = "not finished: "  # outcome while runs are missing, before their number
 # bits at which runs are evaluated -> suffix of the metric's column
 EVALUATION_RULES = {

@@ -9,6 +9,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import critical_periods, quality_cost, run_groups, statistics
 from cpt_lab.analysis.aggregation import aggregation_difference
+from cpt_lab.analysis.estimates import NOT_RUN
 from cpt_lab.analysis.figure_data import experiments
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of, spread_text
 from cpt_lab.analysis.paper_numbers import UNITS, number_text, numbers
@@ -17,7 +18,6 @@ from cpt_lab.experiments.registry import recipe, task_of_dataset
 from cpt_lab.experiments.schema import Metric
 
 TWO_DIGITS = Metric("", "", digits=2)
-NOT_RUN = "not run"
 COMPARISON_COLUMNS = [
     "what",
     "arm",

@@ -32,6 +32,7 @@ from cpt_lab.analysis import (
     run_groups,
 )
 from cpt_lab.analysis.claims import section as of_claims
+from cpt_lab.analysis.estimates import NOT_RUN
 from cpt_lab.analysis.metrics import metric_of, plural
 from cpt_lab.analysis.rendering import Section, render
 from cpt_lab.analysis.run_table import load, table, tuned
@@ -64,7 +65,6 @@ ROWS_NOTE = (
     "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
     "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none."
 )
-NOT_RUN = "not run"
 MIN_SEEDS = 3  # with fewer seeds nothing is decided
 SOURCE_COLUMNS = [
     "store",

@@ -21,6 +21,7 @@ from cpt_core.schedules.profiles import SUITE
 from cpt_core.validation import check_choice
 from cpt_lab.analysis import claims, paper_comparison, paper_numbers
 from cpt_lab.analysis.effects import MIN_SEEDS, Effect
+from cpt_lab.analysis.estimates import INCONCLUSIVE, NOT_RUN
 from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import plural
@@ -457,7 +458,7 @@ class _Measured(NamedTuple):
 def _measured(entry: claims.Entry) -> _Measured:
     """Return effect, data and scale, level and verdict of a claim, from its most informative experiment."""
     if not entry.effects:
-        return _Measured("–", _needs(entry.claim), "–", "not run")
+        return _Measured("–", _needs(entry.claim), "–", NOT_RUN)
     effects = [effect for effect, _ in entry.effects]
     if effects[0].scale == "exact":
         verdict = entry.verdict(paper_scale=True)
@@ -470,7 +471,7 @@ def _measured(entry: claims.Entry) -> _Measured:
     if num_others:
         data_and_scale += f" (and {plural(num_others, 'other experiment')})"
     at_paper, smaller = entry.verdicts()
-    is_undecided = at_paper.startswith((claims.INCONCLUSIVE, claims.NOT_RUN))
+    is_undecided = at_paper.startswith((INCONCLUSIVE, NOT_RUN))
     words = smaller if is_undecided else at_paper
     verdict = words.partition(": ")[0]
     return _Measured("; ".join(numbers), data_and_scale, effect.level or "–", verdict)

@@ -24,7 +24,6 @@ from cpt_lab.analysis.claim_measures import MEASURES
 from cpt_lab.analysis.claims import (
     CONFIRMED,
     CONTRADICTED,
-    INCONCLUSIVE,
     MIXED,
     SMALLER,
     claims,
@@ -34,7 +33,7 @@ from cpt_lab.analysis.claims import (
     verdict,
 )
 from cpt_lab.analysis.effects import Effect
-from cpt_lab.analysis.estimates import holm
+from cpt_lab.analysis.estimates import INCONCLUSIVE, holm
 from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.paths import paper_dir

@@ -47,10 +47,10 @@ class Baseline(NamedTuple):
     name: str
 
 
-GRADIENTS = Baseline(
+GRADIENTS_BASELINE = Baseline(
     (INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM), "the mean of both gradients late"
 )
-STATIC, SPREAD = (
+STATIC_BASELINE, SPREAD_BASELINE = (
     Baseline((STATIC_ARM,), STATIC_ARM),
     Baseline((SPREAD_ARM,), SPREAD_ARM),
 )
@@ -206,7 +206,7 @@ QUESTIONS: dict[str, Question] = {
         "In the recipe for MXFP4, is it better to switch the forward matmuls late than those of a gradient?",
         partial(
             _answer,
-            baselines=(GRADIENTS, STATIC),
+            baselines=(GRADIENTS_BASELINE, STATIC_BASELINE),
             words=("the forward matmuls should switch", "a gradient should switch"),
         ),
     ),
@@ -214,7 +214,7 @@ QUESTIONS: dict[str, Question] = {
         "Does that depend on the recipe: is it more so for MXFP4 than for int4?",
         partial(
             _answer,
-            baselines=(GRADIENTS,),
+            baselines=(GRADIENTS_BASELINE,),
             words=("more so for MXFP4", "more so for int4"),
             minus=INT4,
         ),
@@ -224,7 +224,7 @@ QUESTIONS: dict[str, Question] = {
         "the training?",
         partial(
             _answer,
-            baselines=(SPREAD,),
+            baselines=(SPREAD_BASELINE,),
             words=("late is better", "spread is better"),
         ),
     ),
@@ -256,7 +256,10 @@ def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
 def figure(parts: Sequence[Task]) -> Figure:
     """Draw the late forward switch minus gradient switches and minus a spread one, in units of the margin."""
     lines = []
-    for baseline, word in ((GRADIENTS, "gradients"), (SPREAD, "spread")):
+    for baseline, word in (
+        (GRADIENTS_BASELINE, "gradients"),
+        (SPREAD_BASELINE, "spread"),
+    ):
         names = [f"{part.name}: forward late minus {baseline.name}" for part in parts]
         effects = [forward_gain(part, baseline) for part in parts]
         lines += margin_lines(
