@@ -495,6 +495,7 @@ def main() -> None:
         (h7, "where_to_spend_bits"),
         (h10, "when_to_switch"),
         (h11, "order_of_bits"),
+        (h13, "late_switch_by_recipe"),
     ):
         figure = study.figure(study.tasks(committed(study.STUDY.name))[0])
         figure.savefig(results_dir() / f"{name}.png", dpi=110)

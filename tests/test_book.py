@@ -32,6 +32,7 @@ UNREACHED = {  # shown or downloaded, but no page of the contents
             "where_to_spend_bits",
             "when_to_switch",
             "order_of_bits",
+            "late_switch_by_recipe",
         )
     ),
 }

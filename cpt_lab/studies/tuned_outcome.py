@@ -144,7 +144,7 @@ def show_table(
     questions: Mapping[str, Question],
     name: str,
     note: str,
-    figure: Callable[[Sequence[Task]], Figure],
+    figure: Callable[[Sequence[Task]], Figure | None],
     alt: str,
     *tables: tuple[str, Callable[[Sequence[Task]], pd.DataFrame]],
 ) -> Iterator[Section]:

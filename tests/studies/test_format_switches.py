@@ -204,11 +204,13 @@ def test_h13_answers_follow_effects(rated, golden):
             return gains.get((arm, format_of[spec.key]), 0.0) + 0.1 * noise_of(spec)
 
         runs = runs_with(specs, base, quality)
-        texts[title] = answers_text(h13.answers(runs))
+        heading = h13.figure(h13.tasks(runs)[0]).get_suptitle()
+        texts[title] = f"{answers_text(h13.answers(runs))}\nfigure: {heading}"
     texts["sections"] = sections_text(list(h13.sections(runs)))
     golden("studies/h13.txt", titled(texts))
     some = runs[runs["dataset"] == "pydoc"]
     assert {a.outcome for a in h13.answers(some)} == {"not finished: 120 of 354 runs"}
+    assert h13.figure(h13.tasks(some)[0]) is None  # a mean needs two tasks
 
 
 def runs_of_study(quality, lost=None):

@@ -13,13 +13,19 @@ from cpt_lab.analysis.estimates import (
     Estimate,
     significant_effects,
 )
-from cpt_lab.analysis.preregistered import Answer, interval_figure, margin_lines
+from cpt_lab.analysis.metrics import plural
+from cpt_lab.analysis.preregistered import (
+    Answer,
+    interval_figure,
+    margin_lines,
+)
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.studies.h13.arms import (
     EQUAL_COST_ARMS,
     FORWARD_ARM,
     INPUT_GRADIENT_ARM,
     INT4,
+    LOW_BIT_RECIPES,
     MXFP4,
     NVFP4,
     SPREAD_ARM,
@@ -54,9 +60,13 @@ STATIC_BASELINE, SPREAD_BASELINE = (
     Baseline((STATIC_ARM,), STATIC_ARM),
     Baseline((SPREAD_ARM,), SPREAD_ARM),
 )
+FIGURE_BASELINES = (GRADIENTS_BASELINE, STATIC_BASELINE, SPREAD_BASELINE)
 MIN_GAIN = 0.5  # of MXFP8 on held-out data in margins, for a task to count
 MIN_TASKS = 2  # that count, for an answer
-FIGURE_ALT = "a late switch of the forward matmuls minus one of a gradient, and minus forward matmuls spread over time"
+FIGURE_ALT = (
+    "a late switch of the forward matmuls minus late switches of gradients, minus four bits, and minus forward matmuls "
+    "in MXFP8 spread over time, by recipe"
+)
 tasks = partial(complete, STUDY)
 
 
@@ -88,14 +98,13 @@ def gain_in_margins(
 
 
 def counted_tasks(parts: Sequence[Task], *recipes: str) -> list[dict[str, Task]]:
-    """Return recipe -> task, for the tasks in which MXFP8 gains enough in all of some recipes."""
-    by_case = {tuple(part.case.split("/")): part for part in parts}
-    counted = []
-    for name in dict.fromkeys(task for task, _ in by_case):
-        by_recipe = {recipe: by_case[name, recipe] for recipe in recipes}
-        if all(_has_gain(task) for task in by_recipe.values()):
-            counted.append(by_recipe)
-    return counted
+    """Return recipe -> task, for the complete tasks in which MXFP8 gains enough in each of ``recipes``."""
+    by_name: dict[str, dict[str, Task]] = {}
+    for part in filter(_has_gain, parts):
+        name, _, recipe = part.case.partition("/")
+        if recipe in recipes:
+            by_name.setdefault(name, {})[recipe] = part
+    return [found for found in by_name.values() if len(found) == len(recipes)]
 
 
 def _has_gain(task: Task) -> bool:
@@ -253,21 +262,28 @@ def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def figure(parts: Sequence[Task]) -> Figure:
-    """Draw the late forward switch minus gradient switches and minus a spread one, in units of the margin."""
-    lines = []
-    for baseline, word in (
-        (GRADIENTS_BASELINE, "gradients"),
-        (SPREAD_BASELINE, "spread"),
-    ):
-        names = [f"{part.name}: forward late minus {baseline.name}" for part in parts]
-        effects = [forward_gain(part, baseline) for part in parts]
-        lines += margin_lines(
-            effects, names, f"{word} is better", "forward late is better"
-        )
+def figure(parts: Sequence[Task]) -> Figure | None:
+    """Draw the gains of the late forward switch, means over tasks by recipe; None if no recipe has enough tasks."""
+    names, effects = [], []
+    for baseline in FIGURE_BASELINES:
+        for recipe in LOW_BIT_RECIPES:
+            gain = mean_gain(parts, baseline, recipe)
+            if gain is not None:
+                num_tasks = len(counted_tasks(parts, recipe))
+                names.append(f"{recipe}, minus {baseline.name}, {num_tasks} tasks")
+                effects.append(gain)
+    if not effects:
+        return None
+    lines = margin_lines(effects, names, "worse", "better")
+    num_recipes = len(effects) // len(FIGURE_BASELINES)
+    better = [
+        sum(line.verdict.startswith("better") for line in lines[start:][:num_recipes])
+        for start in range(0, len(lines), num_recipes)
+    ]
     return interval_figure(
         lines,
-        "Which matmuls should switch from four bits to MXFP8 late",
+        f"Forward late beats gradients late in {better[0]} of {plural(num_recipes, 'recipe')},\n"
+        f"4/4 in {better[1]}, and forward spread in {better[2]}",
         "gain at equal cost, in margins (grey: within one, 1 point or 1 %)",
         band=1,
     )
@@ -277,7 +293,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the results of H13, once all runs of a task are stored."""
     note = (
         f"H13 of docs/preregistration.md. {', '.join(EQUAL_COST_ARMS)} cost the same at any price of a "
-        "multiply-accumulate: a fifteenth of the matmuls of quantised layers is in MXFP8, the baseline have four bits "
+        "multiply-accumulate: a fifteenth of the matmuls of quantised layers is in MXFP8, the others in four bits "
         "(for the MLP see there). The learning rates of 4/4 and of 8/8 were chosen on held-out data; the other arms "
         "have that of 4/4. All models are evaluated in MXFP8."
     )
