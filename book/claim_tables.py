@@ -71,16 +71,16 @@ class ClaimTables:
         )
 
     def experiments(self) -> str:
-        """Return a table with a line per experiment: training, level, and files of its rows."""
+        """Return a table with a line per experiment: training, baseline, and files of its rows."""
         lines = []
         for name, effects in self.effects.items():
             trained = effects[0].experiment.rpartition(", ")[0]
             if effects[0].higher_range_test():
                 trained += f"; range test finds {effects[0].higher_range_test()} bits"
-            level = (
+            baseline = (
                 "see the effects"
-                if self._has_several_levels(name)
-                else effects[0].level
+                if self._has_several_baselines(name)
+                else effects[0].baseline
             )
             files = dict.fromkeys(
                 store.removesuffix(".jsonl")
@@ -88,14 +88,14 @@ class ClaimTables:
                 for store in effect.stores
             )
             lines.append(
-                (name, trained, level, " ".join(f"`{file}`" for file in files))
+                (name, trained, baseline, " ".join(f"`{file}`" for file in files))
             )
         return markdown(
-            pd.DataFrame(lines, columns=["experiment", "trained", "level", "rows"])
+            pd.DataFrame(lines, columns=["experiment", "trained", "baseline", "rows"])
         )
 
-    def _has_several_levels(self, name: str) -> bool:
-        return len({effect.level for effect in self.effects[name]}) > 1
+    def _has_several_baselines(self, name: str) -> bool:
+        return len({effect.baseline for effect in self.effects[name]}) > 1
 
     def _measured(self, entry: Entry) -> str:
         """Return the effects of a claim, one per line and grouped by verdict, below their most common comparison."""
@@ -125,7 +125,7 @@ class ClaimTables:
     def _effect_text(self, effect: Effect, shared: str) -> str:
         """Return an effect with its experiment, and with its comparison unless all effects share it."""
         name = experiment_name(effect)
-        level = f" ({effect.level})" if self._has_several_levels(name) else ""
+        baseline = f" ({effect.baseline})" if self._has_several_baselines(name) else ""
         first = _comparison(effect)
         values = []
         for part in (effect, *effect.other_controls):
@@ -144,7 +144,7 @@ class ClaimTables:
             else:
                 value = f"{interval_text(*part.interval)} ({part.n}{diverged})"
             values.append(f"{comparison} {value}".strip())
-        return f"{name}{level}: {' and '.join(values)}"
+        return f"{name}{baseline}: {' and '.join(values)}"
 
 
 def _verdict_order(verdict: str) -> tuple[bool, bool]:

@@ -23,7 +23,7 @@ from book.claim_tables import ClaimTables, printed_numbers, with_titles
 from cpt_core.schedules.profiles import SUITE
 from cpt_extras.files import write_text
 from cpt_lab import commands
-from cpt_lab.analysis import claims, deficit_dates, levels, preregistered
+from cpt_lab.analysis import baselines, claims, deficit_dates, preregistered
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import EVALUATION_RULES, Estimate, holm, unit_of
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of, plural
@@ -116,7 +116,7 @@ def pages() -> dict[Path, str]:
         grids={name: _grids_text(grids) for name, grids in GRIDS.items()},
         h5_gains=_h5_gains(runs),
         kept=_rows_text,
-        levels=_levels_table(tasks),
+        baselines=_baselines_table(tasks),
         needed=_needed_table(entries),
         new_answers=_answers_table(filter(_is_new, answers)),
         not_run_again=_unreplicated_grids(),
@@ -126,7 +126,7 @@ def pages() -> dict[Path, str]:
         order_missing=order_missing,
         outcomes=Counter(replication.outcome for replication in replications),
         repeated=replications,
-        repeated_levels=_replication_levels(tasks),
+        repeated_baselines=_replication_baselines(tasks),
         rates=tuned.rates_at_ends,
         recipe_gains=h13.gains(by_recipe),
         recipe_switches=h13.comparisons(by_recipe),
@@ -260,11 +260,11 @@ def _at_equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     gains: dict[tuple[str, str], Estimate] = {}
     for dataset, rows in runs[runs["q_max"] == 8].groupby("dataset", sort=False):
         part = quality_of(rows)
-        level = levels.level_text(
-            "static 8", [levels.quality_text(levels.full_bits(part))]
+        baseline = baselines.baseline_text(
+            "static 8", [baselines.quality_text(baselines.full_bits(part))]
         )
         title, num_seeds = with_titles(dataset.rstrip("/")), part["seed"].nunique()
-        task = f"{title}, q_min {part['q_min'].iloc[0]}, n = {num_seeds}, {level}"
+        task = f"{title}, q_min {part['q_min'].iloc[0]}, n = {num_seeds}, {baseline}"
         quality = (
             part.pivot(index="seed", columns="arm", values="quality")
             * metric_named(metric_of(part)).factor
@@ -374,27 +374,27 @@ class TaskOfGrid(NamedTuple):
     Attributes:
         grid: name of the grid.
         task: model, data set, number formats, and how long it trains.
-        level: what full bits reach.
+        baseline: what full bits reach.
         seeds: number of seeds of the stored rows.
     """
 
     grid: str
     task: str
-    level: str
+    baseline: str
     seeds: int
 
 
-def _levels_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
-    """Return level, seeds and training length of the tasks of every preregistered grid."""
+def _baselines_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
+    """Return baseline, seeds and training length of the tasks of every preregistered grid."""
     questions: dict[tuple[str, str, int], dict[str, None]] = {}
     for part in tasks:
         question = part.grid.split("/")[0].upper()
         if question not in ("H7", "H10", *NEW_QUESTIONS):  # their own pages have them
-            questions.setdefault((part.task, part.level, part.seeds), {})[question] = (
-                None
-            )
+            questions.setdefault((part.task, part.baseline, part.seeds), {})[
+                question
+            ] = None
     lines = [(", ".join(names), *task) for task, names in questions.items()]
-    return pd.DataFrame(lines, columns=["", "task and training", "level", "n"])
+    return pd.DataFrame(lines, columns=["", "task and training", "baseline", "n"])
 
 
 def _tasks_by_grid(runs: pd.DataFrame) -> Iterable[TaskOfGrid]:
@@ -416,7 +416,10 @@ def _tasks_by_grid(runs: pd.DataFrame) -> Iterable[TaskOfGrid]:
                 formats = "" if ladder == "affine" else f", {ladder} formats"
                 task = f"{model} on {with_titles(dataset.rstrip('/'))}{formats}, {_training_text(specs)}"
                 yield TaskOfGrid(
-                    grid, task, levels.experiment_level(rows), rows["seed"].nunique()
+                    grid,
+                    task,
+                    baselines.experiment_baseline(rows),
+                    rows["seed"].nunique(),
                 )
 
 
@@ -424,8 +427,8 @@ def _training_text(specs: Sequence[RunSpec]) -> str:
     """Return the training length of the runs of a grid, or the shortest and the longest."""
     recipes = sorted({spec.recipe for spec in specs}, key=lambda r: r.steps)
     if recipes[0].steps == recipes[-1].steps:
-        return levels.training_text(recipes[0])
-    return f"{recipes[0].steps} to {levels.training_text(recipes[-1])}"
+        return baselines.training_text(recipes[0])
+    return f"{recipes[0].steps} to {baselines.training_text(recipes[-1])}"
 
 
 # --- effects with fresh seeds -------------------------------------------------------------------------
@@ -461,17 +464,17 @@ def _replicated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
     return effect_pairs
 
 
-def _replication_levels(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
-    """Return the level of every replicated effect, by its comparison."""
+def _replication_baselines(tasks: Iterable[TaskOfGrid]) -> dict[str, str]:
+    """Return the baseline of every replicated effect, by its comparison."""
     by_grid: dict[str, list[str]] = {}
     for part in tasks:
-        by_grid.setdefault(part.grid, []).append(part.level)
-    level_by_effect: dict[str, str] = {}
+        by_grid.setdefault(part.grid, []).append(part.baseline)
+    baseline_by_effect: dict[str, str] = {}
     for grid, effects in _fresh_seeds().items():
-        level_by_effect |= dict.fromkeys(
+        baseline_by_effect |= dict.fromkeys(
             effects, "; ".join(dict.fromkeys(by_grid.get(grid, [])))
         )
-    return level_by_effect
+    return baseline_by_effect
 
 
 # --- text ---------------------------------------------------------------------------------------------

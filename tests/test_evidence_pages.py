@@ -1,4 +1,4 @@
-"""Pages under docs/reproducing: the sections, baseline levels, costs and rules needed to read their effects."""
+"""Pages under docs/reproducing: the sections, baselines, costs and rules needed to read their effects."""
 
 import json
 import re
@@ -38,20 +38,20 @@ def test_critical_periods_page_judges_footnote_5():
     ["critical-periods", "images", "graphs", "language", "detection", "schedules"],
 )
 def test_evidence_page_states_baseline_of_every_effect(name):
-    """State the full-precision level for each effect of a claim or for its experiment."""
+    """State the baseline for each effect of a claim or for its experiment."""
     text = section_of(name, "## Claims and measurements")
-    level, elsewhere = r"(?:static \d+|no deficit) reaches ", "see the effects"
-    pattern = rf"^\| ([^|]+) \| [^|]+ \| ({level}|{elsewhere})"
+    baseline, elsewhere = r"(?:static \d+|no deficit) reaches ", "see the effects"
+    pattern = rf"^\| ([^|]+) \| [^|]+ \| ({baseline}|{elsewhere})"
     experiments = dict(re.findall(pattern, text, re.M))
     effects = re.findall(r"<br>([^<|]*: [^<|]*\(\d+[^()]*\))", text)
     assert len(effects) >= 4
     for effect in effects:
         experiment = effect.partition(": ")[0]
         in_table = experiments.get(experiment, elsewhere) != elsewhere
-        assert in_table or re.search(level, effect), effect
+        assert in_table or re.search(baseline, effect), effect
 
 
-def test_cifar_copies_level_equals_stored_rows():
+def test_cifar_copies_baseline_equals_stored_rows():
     accuracies = []
     for line in (results_dir() / "h7.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -98,10 +98,10 @@ def test_earlier_questions_have_both_evaluation_rules():
 
 
 def test_questions_and_repeating_pages_state_baselines():
-    levels = section_of("earlier-questions", "# Appendix: questions H1 to H10")
+    baselines = section_of("earlier-questions", "# Appendix: questions H1 to H10")
     for name in ("H1", "H2", "H3", "H4", "H5", "H6"):
         pattern = rf"^\| (?:.*, )?{name}(?:, .*)? \| .* reaches .* \|$"
-        assert re.search(pattern, levels, re.M), name
+        assert re.search(pattern, baselines, re.M), name
     repeated = section_of("repeating", "## Repeat an effect").splitlines()
     rows = [x for x in repeated if re.search(r"^\|.*\[.*\].*\[.*\]", x)]
     assert rows

@@ -9,7 +9,7 @@ import pandas as pd
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_lab.analysis import levels
+from cpt_lab.analysis import baselines
 from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.run_groups import AGGREGATION_NAMES, title_of
 from cpt_lab.analysis.run_table import _recipe_key as recipe_key
@@ -37,7 +37,7 @@ def caption(runs: pd.DataFrame, all_runs: pd.DataFrame | None = None) -> str:
     parts = [
         f"{title_of(runs)}: {training_length(runs)}",
         f"{seeds_text(runs)}, {scale} scale",
-        *_levels(runs),
+        *_baselines(runs),
         *_early_ends(runs),
     ]
     losses = lost_text(runs if all_runs is None else all_runs)
@@ -115,31 +115,31 @@ def _epochs(declared: Recipe) -> str:
         number = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
         return f"{number} epochs"
 
-    text = levels.training_text(declared)
+    text = baselines.training_text(declared)
     if text.endswith(" steps"):
         return ""
     return text.partition(" of ")[0]
 
 
-def _levels(runs: pd.DataFrame) -> list[str]:
+def _baselines(runs: pd.DataFrame) -> list[str]:
     """Return one sentence per aggregation with the quality that full bits reach."""
-    full = levels.full_bits(runs[runs["q_max"] == runs["q_max"].max()])
+    full = baselines.full_bits(runs[runs["q_max"] == runs["q_max"].max()])
     if (runs["kind"] == "deficit").all():
         shortest = full[full["total_steps"] == full["total_steps"].min()]
-        quality = levels.quality_text(shortest)
-        level = levels.level_text("training without a deficit", [quality])
-        return [level] if level else []
+        quality = baselines.quality_text(shortest)
+        text = baselines.baseline_text("training without a deficit", [quality])
+        return [text] if text else []
 
     has_both_aggregations = runs["aggregation"].nunique() > 1
-    level_texts = []
+    texts = []
     for kind, part in full.groupby("aggregation"):
         name = f"static {part['q_max'].iloc[0]}"
-        level = levels.level_text(name, [levels.quality_text(part)])
-        if level and has_both_aggregations:
-            level = f"{level} with {AGGREGATION_NAMES[kind]}"
-        if level:
-            level_texts.append(level)
-    return level_texts
+        text = baselines.baseline_text(name, [baselines.quality_text(part)])
+        if text and has_both_aggregations:
+            text = f"{text} with {AGGREGATION_NAMES[kind]}"
+        if text:
+            texts.append(text)
+    return texts
 
 
 def _early_ends(runs: pd.DataFrame) -> list[str]:

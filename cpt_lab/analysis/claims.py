@@ -48,7 +48,7 @@ from functools import cache, partial
 import pandas as pd
 
 from cpt_core.validation import check_choice
-from cpt_lab.analysis import levels, run_groups
+from cpt_lab.analysis import baselines, run_groups
 from cpt_lab.analysis.claim_measures import BOTH_AGGREGATIONS, MEASURES
 from cpt_lab.analysis.effects import MIN_SEEDS, Claim, Effect, Interval
 from cpt_lab.analysis.estimates import INCONCLUSIVE, NOT_RUN
@@ -338,7 +338,7 @@ def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
     """Return an entry per claim, judged by runs; those at smoke scale do not count.
 
     Preregistered runs are read by the measures of ``PREREGISTERED_MEASURES`` alone. Every effect has its quality at
-    full bits (``Effect.level``).
+    full bits (``Effect.baseline``).
 
     Args:
         runs: a table of ``run_table.table``.
@@ -348,7 +348,7 @@ def judge_claims(runs: pd.DataFrame, only: Collection[str] = ()) -> list[Entry]:
     # With all columns the judging takes twice as long.
     read_columns = runs.loc[:, ~runs.columns.str.fullmatch(UNUSED_COLUMNS)]
     pooled_runs = read_columns[~is_preregistered]
-    full_bits = levels.full_bits(read_columns)
+    full_bits = baselines.full_bits(read_columns)
     entries = []
     for claim in claims():
         if only and claim.id not in only:
@@ -365,8 +365,8 @@ def _add_full_bits_quality(entry: Entry, full_bits: pd.DataFrame) -> Entry:
     """Add the quality of training at full bits to every effect."""
     effects = []
     for effect, word in entry.effects:
-        level = levels.level_of(full_bits, effect.level_keys)
-        effects.append((replace(effect, level=level), word))
+        baseline = baselines.baseline_of(full_bits, effect.baseline_keys)
+        effects.append((replace(effect, baseline=baseline), word))
     return replace(entry, effects=tuple(effects))
 
 

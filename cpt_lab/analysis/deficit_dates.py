@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis import levels, run_groups, statistics
+from cpt_lab.analysis import baselines, run_groups, statistics
 from cpt_lab.analysis.effects import quality_of
 from cpt_lab.analysis.estimates import Estimate, unit_of
 from cpt_lab.analysis.metrics import metric_named, metric_of
@@ -181,7 +181,7 @@ class DateOutcome(NamedTuple):
     # two decays -> slope under the first minus under the second
     slope_differences: dict[tuple[str, str], Estimate]
     # decay -> quality of training without a deficit, in words
-    control_levels: dict[str, str]
+    control_quality: dict[str, str]
     deficit_steps: int
     recovery_steps: int
 
@@ -229,9 +229,9 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
         )
 
     controls = group[group["stop"] == 0]
-    control_levels = {}
+    control_quality = {}
     for decay in slope_by_decay:
-        control_levels[decay] = levels.quality_text(
+        control_quality[decay] = baselines.quality_text(
             controls[controls["decay"] == decay]
         )
     _, first = next(at_equal_recovery(deficit_costs))
@@ -240,7 +240,7 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
         slope_by_decay,
         differences,
         slope_differences,
-        control_levels,
+        control_quality,
         deficit_steps=int((first["stop"] - first["start"]).iloc[0]),
         recovery_steps=int(first["recovery"].iloc[0]),
     )
@@ -262,7 +262,7 @@ def loss_table(results: DateOutcome) -> pd.DataFrame:
             ),
             "p": f"{slope.p():.2g}",
             "n": str(len(slope.values)),
-            "no deficit reaches": results.control_levels[decay],
+            "no deficit reaches": results.control_quality[decay],
         }
         lines.append(line)
     return pd.DataFrame(lines)
@@ -381,7 +381,7 @@ def decay_figure(runs: pd.DataFrame) -> Figure:
 def _caption(group: pd.DataFrame, results: DateOutcome) -> str:
     first = group.iloc[0]
     n = min(len(loss.values) for loss in results.losses.values())
-    reached = levels.quality_text(group[group["stop"] == 0])
+    reached = baselines.quality_text(group[group["stop"] == 0])
     return (
         f"{run_groups.title_of(group)}; {results.deficit_steps} steps at {first['q_min']} "
         f"instead of {first['q_max']} bits, "

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import levels, quality_cost, run_groups, statistics
+from cpt_lab.analysis import baselines, quality_cost, run_groups, statistics
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_lab.paths import results_dir
 
@@ -45,9 +45,9 @@ class Effect:
     diverged: int = 0  # number of compared runs that diverged
     # the effect against further controls; a verdict needs all of them to agree
     other_controls: tuple["Effect", ...] = ()
-    # values of ``levels.LEVEL_COLUMNS`` of the compared runs
-    level_keys: tuple[tuple[Any, ...], ...] = ()
-    level: str = ""  # quality at full bits, such as "static 8 reaches 82.1 %"
+    # values of ``baselines.BASELINE_COLUMNS`` of the compared runs
+    baseline_keys: tuple[tuple[Any, ...], ...] = ()
+    baseline: str = ""  # quality at full bits, such as "static 8 reaches 82.1 %"
 
     @property
     def interval(self) -> Interval:
@@ -60,9 +60,9 @@ class Effect:
             return self.comparison
         higher = self.higher_range_test()
         below = f" (below the {higher} that the range test finds)" if higher else ""
-        level = f"; {self.level}" if self.level else ""
+        baseline = f"; {self.baseline}" if self.baseline else ""
         numbers = [effect.number() for effect in (self, *self.other_controls)]
-        return f"{self.experiment}{below}{level}: {'; '.join(numbers)}"
+        return f"{self.experiment}{below}{baseline}: {'; '.join(numbers)}"
 
     def higher_range_test(self) -> int:
         """Return the q_min of the range test if it is above the q_min of the runs, else 0."""
@@ -175,23 +175,23 @@ def effect_at(
     )
 
 
-def _with_level_keys(make: Callable[..., Effect]) -> Callable[..., Effect]:
+def _with_baseline_keys(make: Callable[..., Effect]) -> Callable[..., Effect]:
     """Add the recipes of the compared runs to an effect, from which its quality at full bits is found."""
 
     @wraps(make)
-    def with_level_keys(runs: pd.DataFrame, *args: Any, **kwargs: Any) -> Effect:
+    def with_baseline_keys(runs: pd.DataFrame, *args: Any, **kwargs: Any) -> Effect:
         recipes = (
-            runs[levels.LEVEL_COLUMNS]
+            runs[baselines.BASELINE_COLUMNS]
             .drop_duplicates()
             .itertuples(index=False, name=None)
         )
-        return replace(make(runs, *args, **kwargs), level_keys=tuple(recipes))
+        return replace(make(runs, *args, **kwargs), baseline_keys=tuple(recipes))
 
-    return with_level_keys
+    return with_baseline_keys
 
 
-# Not a decorator: the fingerprint of a claim's rule covers the source of the function, without its level.
-effect_at = _with_level_keys(effect_at)
+# Not a decorator: the fingerprint of a claim's rule covers the source of the function, without its baseline.
+effect_at = _with_baseline_keys(effect_at)
 
 
 def quality_of(runs: pd.DataFrame) -> pd.DataFrame:

@@ -341,7 +341,7 @@ def figure_3(
     Colours are profiles, shapes repeated and triangular schedules; schedules of several q_max share a panel, and each
     aggregation has a panel. Arms are drawn on the seeds that all arms of their q_max have, if there are any. Static
     precisions are joined by a line. The paper's numbers are grey: a difference to static precision is a bar above or
-    below the measured static level, at the cost of the measured schedules. Up is better in every figure: the axis of
+    below the measured static baseline, at the cost of the measured schedules. Up is better in every figure: the axis of
     perplexities is reversed. The title is ``finding``.
 
     Args:
@@ -649,7 +649,7 @@ def _printed_costs(lines: pd.DataFrame, full: float) -> list[float]:
 
 
 def _draw_difference(ax: Axes, arms: pd.DataFrame, p: Any) -> None:
-    """Draw a printed difference to static precision as a bar from the measured static level, if both arms ran."""
+    """Draw a printed difference to static precision as a bar from the measured static baseline, if both arms ran."""
     q_max = arms.q_max.max() if np.isnan(p.q_max) else int(p.q_max)
     q_max_arms = arms[arms.q_max == q_max]
     static = q_max_arms[q_max_arms.arm == f"static {q_max}"]["mean"]

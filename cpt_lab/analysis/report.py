@@ -182,13 +182,13 @@ def compare_claims(run_claims: pd.DataFrame, committed: pd.DataFrame) -> pd.Data
 
 
 def _measured_here(line: tuple[str, ...]) -> str:
-    """Return the measured effect and its level; with few seeds also that it decides nothing."""
-    _, measured, where, level, _ = line
+    """Return the measured effect and its baseline; with few seeds also that it decides nothing."""
+    _, measured, where, baseline, _ = line
     if measured == "–":
         return NOT_RUN
     parts = [measured]
-    if level != "–":
-        parts.append(level)
+    if baseline != "–":
+        parts.append(baseline)
     seeds = [int(n) for n in re.findall(r"\bn = (\d+)", measured)]
     if where != "computed" and max(seeds, default=0) < MIN_SEEDS:
         parts.append("too few seeds to decide")

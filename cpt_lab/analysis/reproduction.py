@@ -3,7 +3,7 @@
 ``SECTIONS`` lists the sections that need training runs, each with its notebook. For each of them
 
 - ``settings_table`` compares the paper's settings with those of runs and marks every difference,
-- ``claims_table`` has the measured effect of every claim, its data, its level of quality, and the verdict,
+- ``claims_table`` has the measured effect of every claim, its data, the quality of its baseline, and the verdict,
 - ``printed_table`` has every number that the paper prints and the nearest measured value.
 
 Notebooks 03 to 08, the pages under ``docs/reproducing``, ``make reproduce`` and ``cpt report`` show these tables.
@@ -399,7 +399,7 @@ def _join_values(values: Iterable[str]) -> str:
 
 # --- claims -------------------------------------------------------------------------------------------
 
-CLAIM_COLUMNS = ["the paper says", "measured", "data and scale", "level", "verdict"]
+CLAIM_COLUMNS = ["the paper says", "measured", "data and scale", "baseline", "verdict"]
 
 
 def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -411,8 +411,8 @@ def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
 
     Returns:
         Columns: "the paper says" with its place; "measured", the effect in the direction of the claim with its 95 %
-        interval and n, from the most informative experiment; "data and scale"; "level", the quality of static q_max (or
-        of training without a deficit) there; "verdict" by the rules of ``claims``, over all experiments.
+        interval and n, from the most informative experiment; "data and scale"; "baseline", the quality of static q_max
+        (or of training without a deficit) there; "verdict" by the rules of ``claims``, over all experiments.
     """
     check_choice("topic", topic, SECTIONS)
     if runs is None:
@@ -451,12 +451,12 @@ class _Measured(NamedTuple):
 
     effect: str
     data_and_scale: str
-    level: str
+    baseline: str
     verdict: str
 
 
 def _measured(entry: claims.Entry) -> _Measured:
-    """Return effect, data and scale, level and verdict of a claim, from its most informative experiment."""
+    """Return effect, data and scale, baseline and verdict of a claim, from its most informative experiment."""
     if not entry.effects:
         return _Measured("–", _needs(entry.claim), "–", NOT_RUN)
     effects = [effect for effect, _ in entry.effects]
@@ -474,7 +474,9 @@ def _measured(entry: claims.Entry) -> _Measured:
     is_undecided = at_paper.startswith((INCONCLUSIVE, NOT_RUN))
     words = smaller if is_undecided else at_paper
     verdict = words.partition(": ")[0]
-    return _Measured("; ".join(numbers), data_and_scale, effect.level or "–", verdict)
+    return _Measured(
+        "; ".join(numbers), data_and_scale, effect.baseline or "–", verdict
+    )
 
 
 def _needs(claim: claims.Claim) -> str:

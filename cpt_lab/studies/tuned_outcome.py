@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis import levels
+from cpt_lab.analysis import baselines
 from cpt_lab.analysis.estimates import (
     EVALUATION_RULES,
     Estimate,
@@ -54,7 +54,7 @@ class Task:
         lost_keys: keys of the runs that diverged or failed; tasks may share runs.
         bitops: mean BitOps by arm, by both conventions.
         training: length of the training in words.
-        level: quality of the full-bits arm in words.
+        baseline: quality of the full-bits arm in words.
     """
 
     def __init__(self, study: TunedStudy, case: str, rows: pd.DataFrame) -> None:
@@ -70,9 +70,9 @@ class Task:
             spec.key for spec, lost in zip(specs, runs["lost"], strict=True) if lost
         }
         self.bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
-        self.training = levels.training_text(task.recipe)
+        self.training = baselines.training_text(task.recipe)
         is_full_bits = [spec.arm.startswith(f"{FULL_BITS_ARM} at ") for spec in specs]
-        self.level = levels.quality_text(rows[is_full_bits])
+        self.baseline = baselines.quality_text(rows[is_full_bits])
         self._held_out = {}
         for arm, quality_by_setting in held_out(study, case).items():
             self._held_out[arm] = max(quality_by_setting.values())
@@ -171,10 +171,10 @@ def show_table(
         )
 
 
-def level_columns(parts: Sequence[Task]) -> dict[str, list[str]]:
+def baseline_columns(parts: Sequence[Task]) -> dict[str, list[str]]:
     """Return the columns with the quality of every task at 8 bits and the length of its training."""
     return {
-        f"{FULL_BITS_ARM} reaches": [t.level for t in parts],
+        f"{FULL_BITS_ARM} reaches": [t.baseline for t in parts],
         "training": [t.training for t in parts],
     }
 

@@ -293,7 +293,7 @@ def selections():
     specs = demo(static_bits=[3, 6, 8], q_max=[6, 8])
     quality = {("static 8", 8): 0.9, ("static 6", 6): 0.7}
     rows = rows_of(specs, lambda s: quality.get((s.arm, s.q_max), 0.5))
-    yield "levels of two q_max", rows, ["schedule_controls", "cpt_improves"]
+    yield "baselines of two q_max", rows, ["schedule_controls", "cpt_improves"]
 
 
 def lost_runs():

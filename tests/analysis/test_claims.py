@@ -1,4 +1,4 @@
-"""Rules of claims: verdicts, Holm's correction, levels of effects, dates of rules, and the table of claims."""
+"""Rules of claims: verdicts, Holm's correction, baselines of effects, dates of rules, and the table of claims."""
 
 import re
 from dataclasses import replace
@@ -12,8 +12,8 @@ from scipy import stats
 
 from bench import date_claim_rules
 from cpt_lab.analysis import (
+    baselines,
     claim_measures,
-    levels,
     predictors,
     run_groups,
     run_table,
@@ -162,19 +162,19 @@ def test_claims_reject_unknown_measure(monkeypatch):
     refused("unknown measure of claim ptb_costs 'guess'; the nearest of", claims)
 
 
-# --- levels: quality at full bits, beside every effect --------------------------------------------
+# --- baselines: quality at full bits, beside every effect --------------------------------------------
 
 
-def test_experiment_level_falls_back_to_best_arm():
+def test_experiment_baseline_falls_back_to_best_arm():
     deficits = designs.deficit_scan("demo", "digits", seeds=range(3))
     runs = runs_of(deficits, lambda s: 0.5 if s.schedule.windows else 0.8)
-    assert levels.experiment_level(runs) == "no deficit reaches 80.0 %"
+    assert baselines.experiment_baseline(runs) == "no deficit reaches 80.0 %"
     cyclic = demo(schedules=["CR", "RR"], static_bits=[])
     runs = runs_of(cyclic, lambda s: 0.6 if s.arm == "CR" else 0.5)
     text = "no run at 8/8; the best arm (CR) reaches 60.0 %"
-    assert levels.experiment_level(runs) == text
+    assert baselines.experiment_baseline(runs) == text
     fewer = [replace(s, q_grad=6) for s in demo(schedules=["CR"])]
-    assert levels.full_bits(runs_of(fewer)).empty
+    assert baselines.full_bits(runs_of(fewer)).empty
 
 
 def test_quality_text_spans_recipes_and_perplexities():
@@ -183,9 +183,9 @@ def test_quality_text_spans_recipes_and_perplexities():
         [*text(), *text(steps=320)], lambda s: 1280 / s.recipe.steps, "perplexity"
     )
     first = runs[runs["total_steps"] == 320]
-    assert levels.quality_text(first) == "perplexity 4.00"
-    assert levels.quality_text(runs).startswith("perplexity 4.00 to ")
-    assert levels.quality_text(runs.iloc[:0]) == ""
+    assert baselines.quality_text(first) == "perplexity 4.00"
+    assert baselines.quality_text(runs).startswith("perplexity 4.00 to ")
+    assert baselines.quality_text(runs.iloc[:0]) == ""
 
 
 # --- dates of rules: a changed rule needs a new date, and older rows are marked -------------------

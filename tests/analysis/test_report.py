@@ -234,8 +234,8 @@ LINE = (CLAIM, MEASURED, "copies, demo scale", "static 8 reaches 75 %", "inconcl
 COMMITTED = pd.DataFrame([LINE], columns=reproduction.CLAIM_COLUMNS)
 
 
-def claims_here(measured, level="static 8 reaches 50 %"):
-    return COMMITTED.assign(measured=measured, level=level)
+def claims_here(measured, baseline="static 8 reaches 50 %"):
+    return COMMITTED.assign(measured=measured, baseline=baseline)
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_reproduce_page_compares_claims_with_rows(reproduced):
     text = plain(page)
     assert text.startswith("Cyclic precision training: notebooks run at demo scale")
     here = "CR minus static 8: -1.00, n = 3; static 8 reaches 50 %"
-    header = "the paper says this run committed rows data and scale level verdict"
+    header = "the paper says this run committed rows data and scale baseline verdict"
     assert f"{header} {CLAIM} {here} {MEASURED}" in text
     assert "Image classification: the paper, this run, committed rows" in text
     assert "Language: the paper" not in text  # nothing of it was run

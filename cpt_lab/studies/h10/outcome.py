@@ -19,9 +19,9 @@ from cpt_lab.studies.tuned import FULL_BITS_ARM
 from cpt_lab.studies.tuned_outcome import (
     Task,
     answer_questions,
+    baseline_columns,
     by_evaluation,
     complete,
-    level_columns,
     show_table,
 )
 
@@ -84,7 +84,7 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
         for task, effect in zip(parts, effects(parts, question), strict=True):
             cells.append(f"{effect.text()} ({task.best(OPPONENTS[question])})")
         columns[f"minus {opponent_name} [95 %]"] = cells
-    return pd.DataFrame(columns | level_columns(parts))
+    return pd.DataFrame(columns | baseline_columns(parts))
 
 
 def gains_by_evaluation(parts: Sequence[Task], question: str = "H10a") -> pd.DataFrame:
@@ -105,7 +105,7 @@ def switches(parts: Sequence[Task]) -> pd.DataFrame:
     for t in parts:
         gain = t.gain(LATE, "gradients late")
         lines.append(
-            (t.name, gain.text(), f"{gain.p():.1g}", str(len(gain.values)), t.level)
+            (t.name, gain.text(), f"{gain.p():.1g}", str(len(gain.values)), t.baseline)
         )
     columns = [
         "task",

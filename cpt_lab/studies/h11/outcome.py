@@ -33,8 +33,8 @@ from cpt_lab.studies.tuned_outcome import (
     Question,
     Task,
     answer_questions,
+    baseline_columns,
     complete,
-    level_columns,
     show_table,
 )
 
@@ -152,7 +152,9 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
         columns[f"{pair[0]} minus {pair[1]} [95 %]"] = [
             part.gain(*pair).text() for part in parts
         ]
-    return pd.DataFrame(columns | {"8/8 reaches": level_columns(parts)["8/8 reaches"]})
+    return pd.DataFrame(
+        columns | {"8/8 reaches": baseline_columns(parts)["8/8 reaches"]}
+    )
 
 
 def figure(parts: Sequence[Task]) -> Figure:

@@ -40,27 +40,27 @@ from cpt_lab.studies.tuned_outcome import (
     Question,
     Task,
     answer_questions,
+    baseline_columns,
     complete,
-    level_columns,
     show_table,
 )
 
 
-class Baseline(NamedTuple):
+class Opponent(NamedTuple):
     """Arms whose mean the late forward switch is compared with, and their name."""
 
     arms: tuple[str, ...]
     name: str
 
 
-GRADIENTS_BASELINE = Baseline(
+GRADIENT_OPPONENT = Opponent(
     (INPUT_GRADIENT_ARM, WEIGHT_GRADIENT_ARM), "the mean of both gradients late"
 )
-STATIC_BASELINE, SPREAD_BASELINE = (
-    Baseline((STATIC_ARM,), STATIC_ARM),
-    Baseline((SPREAD_ARM,), SPREAD_ARM),
+STATIC_OPPONENT, SPREAD_OPPONENT = (
+    Opponent((STATIC_ARM,), STATIC_ARM),
+    Opponent((SPREAD_ARM,), SPREAD_ARM),
 )
-FIGURE_BASELINES = (GRADIENTS_BASELINE, STATIC_BASELINE, SPREAD_BASELINE)
+FIGURE_OPPONENTS = (GRADIENT_OPPONENT, STATIC_OPPONENT, SPREAD_OPPONENT)
 MIN_GAIN = 0.5  # of MXFP8 on held-out data in margins, for a task to count
 MIN_TASKS = 2  # that count, for an answer
 FIGURE_ALT = (
@@ -75,26 +75,26 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return answer_questions(*tasks(runs), QUESTIONS)
 
 
-def forward_gain(task: Task, baseline: Baseline, rule: str = "") -> Estimate:
+def forward_gain(task: Task, opponent: Opponent, rule: str = "") -> Estimate:
     """Return the quality of the late forward switch minus the mean of other arms.
 
     Args:
         task: a task in a recipe.
-        baseline: what is subtracted.
+        opponent: what is subtracted.
         rule: of evaluation; "" for MXFP8.
     """
-    qualities = [task.quality(arm, rule) for arm in baseline.arms]
+    qualities = [task.quality(arm, rule) for arm in opponent.arms]
     values = task.quality(FORWARD_ARM, rule) - np.mean(qualities, axis=0)
-    description = f"{task.name}, {FORWARD_ARM} minus {baseline.name}"
+    description = f"{task.name}, {FORWARD_ARM} minus {opponent.name}"
     return Estimate(description, task.unit, values, task.margin)
 
 
 def gain_in_margins(
-    task: Task, baseline: Baseline, rule: str = "", minus: Task | None = None
+    task: Task, opponent: Opponent, rule: str = "", minus: Task | None = None
 ) -> np.ndarray:
     """Return ``forward_gain`` in margins by seed, minus that of the same task in another recipe if one is given."""
-    gain = forward_gain(task, baseline, rule).values / task.margin
-    return gain if minus is None else gain - gain_in_margins(minus, baseline, rule)
+    gain = forward_gain(task, opponent, rule).values / task.margin
+    return gain if minus is None else gain - gain_in_margins(minus, opponent, rule)
 
 
 def counted_tasks(parts: Sequence[Task], *recipes: str) -> list[dict[str, Task]]:
@@ -113,7 +113,7 @@ def _has_gain(task: Task) -> bool:
 
 def mean_gain(
     parts: Sequence[Task],
-    baseline: Baseline,
+    opponent: Opponent,
     recipe: str,
     minus: str = "",
     rule: str = "",
@@ -122,7 +122,7 @@ def mean_gain(
 
     Args:
         parts: all tasks.
-        baseline: what is subtracted.
+        opponent: what is subtracted.
         recipe: name of a recipe.
         minus: recipe whose gain is subtracted; "" for none.
         rule: of evaluation; "" for MXFP8.
@@ -132,19 +132,19 @@ def mean_gain(
     if len(counted) < MIN_TASKS:
         return None
     values = [
-        gain_in_margins(by_recipe[recipe], baseline, rule, by_recipe.get(minus))
+        gain_in_margins(by_recipe[recipe], opponent, rule, by_recipe.get(minus))
         for by_recipe in counted
     ]
     name = f"{recipe} minus {minus}" if minus else recipe
     description = (
-        f"{name}, {FORWARD_ARM} minus {baseline.name}, mean of {len(counted)} tasks"
+        f"{name}, {FORWARD_ARM} minus {opponent.name}, mean of {len(counted)} tasks"
     )
     return Estimate(description, "margins", np.mean(values, axis=0), 1.0)
 
 
 def _answer(
     parts: Sequence[Task],
-    baselines: Sequence[Baseline],
+    opponents: Sequence[Opponent],
     words: tuple[str, str],
     minus: str = "",
     rule: str = "",
@@ -153,12 +153,12 @@ def _answer(
 
     Args:
         parts: all tasks.
-        baselines: what the late forward switch is compared with.
+        opponents: what the late forward switch is compared with.
         words: what is confirmed, and what contradicts.
         minus: recipe whose effects are subtracted; "" for none.
         rule: of evaluation; "" for MXFP8.
     """
-    effects = [mean_gain(parts, baseline, MXFP4, minus, rule) for baseline in baselines]
+    effects = [mean_gain(parts, opponent, MXFP4, minus, rule) for opponent in opponents]
     primary = [effect for effect in effects if effect is not None]
     left_out = [
         part.name
@@ -168,7 +168,7 @@ def _answer(
     remark = ""
     if left_out:
         remark = f"left out, as MXFP8 gains too little there: {', '.join(left_out)}"
-    secondary = _secondary(parts, baselines, minus, rule)
+    secondary = _secondary(parts, opponents, minus, rule)
     if not primary:
         outcome = "; ".join(filter(None, [INCONCLUSIVE, remark]))
         return Answer(secondary=tuple(secondary), outcome=outcome)
@@ -187,25 +187,25 @@ def _answer(
 
 def _secondary(
     parts: Sequence[Task],
-    baselines: Sequence[Baseline],
+    opponents: Sequence[Opponent],
     minus: str,
     rule: str,
 ) -> list[Estimate]:
     """Return the effects of ``_answer`` in every task, and their means for NVFP4."""
     effects = []
-    for baseline in baselines:
+    for opponent in opponents:
         for part in parts:
             task, _, recipe = part.case.partition("/")
             if not minus:
-                effects.append(forward_gain(part, baseline, rule))
+                effects.append(forward_gain(part, opponent, rule))
             elif recipe != minus:
                 (subtracted,) = (p for p in parts if p.case == case_name(task, minus))
-                values = gain_in_margins(part, baseline, rule, subtracted)
+                values = gain_in_margins(part, opponent, rule, subtracted)
                 description = (
-                    f"{part.name} minus {minus}, {FORWARD_ARM} minus {baseline.name}"
+                    f"{part.name} minus {minus}, {FORWARD_ARM} minus {opponent.name}"
                 )
                 effects.append(Estimate(description, "margins", values, 1.0))
-        mean = mean_gain(parts, baseline, NVFP4, minus, rule)
+        mean = mean_gain(parts, opponent, NVFP4, minus, rule)
         effects += [] if mean is None else [mean]
     return effects
 
@@ -215,7 +215,7 @@ QUESTIONS: dict[str, Question] = {
         "In the recipe for MXFP4, is it better to switch the forward matmuls late than those of a gradient?",
         partial(
             _answer,
-            baselines=(GRADIENTS_BASELINE, STATIC_BASELINE),
+            opponents=(GRADIENT_OPPONENT, STATIC_OPPONENT),
             words=("the forward matmuls should switch", "a gradient should switch"),
         ),
     ),
@@ -223,7 +223,7 @@ QUESTIONS: dict[str, Question] = {
         "Does that depend on the recipe: is it more so for MXFP4 than for int4?",
         partial(
             _answer,
-            baselines=(GRADIENTS_BASELINE,),
+            opponents=(GRADIENT_OPPONENT,),
             words=("more so for MXFP4", "more so for int4"),
             minus=INT4,
         ),
@@ -233,7 +233,7 @@ QUESTIONS: dict[str, Question] = {
         "the training?",
         partial(
             _answer,
-            baselines=(SPREAD_BASELINE,),
+            opponents=(SPREAD_OPPONENT,),
             words=("late is better", "spread is better"),
         ),
     ),
@@ -249,7 +249,7 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
             for part in parts
         ]
     counts = ["yes" if _has_gain(part) else "no" for part in parts]
-    return pd.DataFrame(columns | {"counts": counts} | level_columns(parts))
+    return pd.DataFrame(columns | {"counts": counts} | baseline_columns(parts))
 
 
 def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
@@ -265,17 +265,17 @@ def comparisons(parts: Sequence[Task]) -> pd.DataFrame:
 def figure(parts: Sequence[Task]) -> Figure | None:
     """Draw the gains of the late forward switch, means over tasks by recipe; None if no recipe has enough tasks."""
     names, effects = [], []
-    for baseline in FIGURE_BASELINES:
+    for opponent in FIGURE_OPPONENTS:
         for recipe in LOW_BIT_RECIPES:
-            gain = mean_gain(parts, baseline, recipe)
+            gain = mean_gain(parts, opponent, recipe)
             if gain is not None:
                 num_tasks = len(counted_tasks(parts, recipe))
-                names.append(f"{recipe}, minus {baseline.name}, {num_tasks} tasks")
+                names.append(f"{recipe}, minus {opponent.name}, {num_tasks} tasks")
                 effects.append(gain)
     if not effects:
         return None
     lines = margin_lines(effects, names, "worse", "better")
-    num_recipes = len(effects) // len(FIGURE_BASELINES)
+    num_recipes = len(effects) // len(FIGURE_OPPONENTS)
     better = [
         sum(line.verdict.startswith("better") for line in lines[start:][:num_recipes])
         for start in range(0, len(lines), num_recipes)

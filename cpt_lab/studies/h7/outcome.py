@@ -37,9 +37,9 @@ from cpt_lab.studies.tuned_outcome import (
     Question,
     Task,
     answer_questions,
+    baseline_columns,
     by_evaluation,
     complete,
-    level_columns,
     show_table,
 )
 
@@ -135,7 +135,7 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
             share = _share_of_full_gain(gain, task.gain(FULL_BITS_ARM, static))
             cells.append(f"{gain.text()}; {share}")
         columns[f"{pair} minus {static} [95 %]"] = cells
-    return pd.DataFrame(columns | level_columns(parts))
+    return pd.DataFrame(columns | baseline_columns(parts))
 
 
 def _share_of_full_gain(gain: Estimate, full: Estimate) -> str:

@@ -1,9 +1,9 @@
-"""Quality that training at full bits reaches, shown beside every difference.
+"""Quality of the baseline, training at full bits, shown beside every difference.
 
 "Full bits" is static q_max with gradients of q_max bits; for deficits it is training without one. A difference of a
 point means something else at 35 % accuracy than at 90 %.
 
->>> level_text("static 8", ["82.1 %"])
+>>> baseline_text("static 8", ["82.1 %"])
 'static 8 reaches 82.1 %'
 """
 
@@ -16,8 +16,8 @@ from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.experiments.schema import Recipe
 
 MIN_FULL_COST = 1 - 1e-9  # smallest relative cost of a run at full bits
-# Runs with equal values here share a level; at full bits the number of cycles has no effect.
-LEVEL_COLUMNS = ["recipe", "recipe_but_cycles", "preset", "scale", "q_max"]
+# Runs with equal values here share a baseline; at full bits the number of cycles has no effect.
+BASELINE_COLUMNS = ["recipe", "recipe_but_cycles", "preset", "scale", "q_max"]
 
 
 def value_text(metric: str, value: float) -> str:
@@ -53,43 +53,45 @@ def quality_text(runs: pd.DataFrame) -> str:
     return f"{low.removesuffix(unit).strip()} to {high.removeprefix(metric).strip()}"
 
 
-def level_text(name: str, texts: Sequence[str]) -> str:
-    """Return a level in words; "" if no quality is known."""
+def baseline_text(name: str, texts: Sequence[str]) -> str:
+    """Return the quality of a baseline in words; "" if no quality is known."""
     return f"{name} reaches {', '.join(texts)}" if any(texts) else ""
 
 
-def level_of(full: pd.DataFrame, compared_keys: Iterable[tuple[Any, ...]]) -> str:
+def baseline_of(full: pd.DataFrame, compared_keys: Iterable[tuple[Any, ...]]) -> str:
     """Return the quality of full bits in the experiments of compared runs, such as "static 8 reaches 82.1 %".
 
     Args:
         full: all known runs at full bits, see ``full_bits``.
-        compared_keys: values of ``LEVEL_COLUMNS`` of the compared runs. The highest q_max counts.
+        compared_keys: values of ``BASELINE_COLUMNS`` of the compared runs. The highest q_max counts.
     """
-    level_keys = set(compared_keys)
-    if not level_keys:
+    baseline_keys = set(compared_keys)
+    if not baseline_keys:
         return ""
-    highest = max(q_max for *_, q_max in level_keys)
-    run_keys = list(full[LEVEL_COLUMNS].itertuples(index=False, name=None))
-    level_runs = full[
-        [place in level_keys and place[-1] == highest for place in run_keys]
+    highest = max(q_max for *_, q_max in baseline_keys)
+    run_keys = list(full[BASELINE_COLUMNS].itertuples(index=False, name=None))
+    baseline_runs = full[
+        [place in baseline_keys and place[-1] == highest for place in run_keys]
     ]
-    if level_runs.empty:
-        but_cycles = {place[1:] for place in level_keys if place[-1] == highest}
-        level_runs = full[[place[1:] in but_cycles for place in run_keys]]
-    if level_runs.empty:
+    if baseline_runs.empty:
+        but_cycles = {place[1:] for place in baseline_keys if place[-1] == highest}
+        baseline_runs = full[[place[1:] in but_cycles for place in run_keys]]
+    if baseline_runs.empty:
         return ""
     name = (
-        "no deficit" if (level_runs["kind"] == "deficit").all() else f"static {highest}"
+        "no deficit"
+        if (baseline_runs["kind"] == "deficit").all()
+        else f"static {highest}"
     )
-    return level_text(name, [quality_text(level_runs)])
+    return baseline_text(name, [quality_text(baseline_runs)])
 
 
-def experiment_level(runs: pd.DataFrame) -> str:
+def experiment_baseline(runs: pd.DataFrame) -> str:
     """Return the quality of full bits among runs of one task; without full bits the quality of the best arm."""
     top = runs[runs["relative_cost"] >= MIN_FULL_COST]
     if len(top):
         is_deficit = (runs["kind"] == "deficit").all()
-        return level_text("no deficit" if is_deficit else "8/8", [quality_text(top)])
+        return baseline_text("no deficit" if is_deficit else "8/8", [quality_text(top)])
 
     metric = metric_of(runs)
     means = metric_named(metric).better * runs.groupby("arm")[metric].mean()
