@@ -9,16 +9,18 @@ schedules by accuracy and by cost. That needs a training loop in which the bits 
 
 The design is three lines around an ordinary loop:
 
-    model = cpt.quantize_(model)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64_000)
-    scheduler = cpt.PrecisionScheduler(model, schedule)
+
+    cpt.quantize_(model)                                 # 1: in place
+    precision = cpt.PrecisionScheduler(model, schedule)  # 2: sets the bits of step 0
+    precision.step()                                     # 3: in the loop, after optimizer.step()
 
 - ``make_schedule`` (schedules) returns the bits of every step.
 - ``quantize_`` (quantization) registers hooks on the modules. While the model runs, a ``TorchFunctionMode`` intercepts
   its matmuls and convolutions. Instead of y = f(a, b) it computes y = f(q(a), q(b)), where q rounds to a uniform grid
   of 2**bits values; in the backward pass dy is rounded before both backward GEMMs (dgrad and wgrad).
-- ``scheduler.step()`` after ``optimizer.step()`` writes the number of grid steps of the next bits into one tensor per
-  layer, so that neither eager nor compiled code changes.
+- ``precision.step()`` writes 2**bits - 1 of the next optimizer step into four 0-d tensors of every layer (activations,
+  weights, gradients for dgrad and for wgrad), so that neither eager nor compiled code changes.
 - ``count_bitops`` (bitops) prices the run before it starts; ``graphs`` and ``models`` hold the graph convolutions and
   the networks of the paper.
 

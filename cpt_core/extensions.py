@@ -100,7 +100,7 @@ class NotInstalled:
     """Stub of an optional part that is not installed: its functions accept any arguments and return None."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        def do_nothing(*args: Any) -> None:
+        def do_nothing(*args: Any, **kwargs: Any) -> None:
             return None
 
         return do_nothing

@@ -22,9 +22,9 @@ CONVENTIONS = ("paper", "per_op")
 AGGREGATION = "aggregation"
 GATES = "gates"
 NORM = "norm"
-PRODUCTS = "products"  # matmuls outside of layers, such as those of attention
+MATMULS = "matmuls"  # outside of layers, such as those of attention
 UPSAMPLING = "upsampling"
-UNPRICED_PARTS = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}
+UNPRICED_PARTS = {"paper": (AGGREGATION, MATMULS), "per_op": (UPSAMPLING,)}
 
 
 def row_name(operation: Operation) -> str:
@@ -36,7 +36,7 @@ def row_name(operation: Operation) -> str:
 
 def is_matmul(operation: Operation) -> bool:
     """Return whether an operation is a matmul or convolution, inside of a layer or not."""
-    return operation.part in ("", PRODUCTS)
+    return operation.part in ("", MATMULS)
 
 
 def priced_passes(operation: Operation, convention: str) -> tuple[str, ...]:

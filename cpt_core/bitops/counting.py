@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import cpt_core.bitops.functions  # noqa: F401 - registers counters
-from cpt_core.bitops.conventions import NORM, PRODUCTS
+from cpt_core.bitops.conventions import MATMULS, NORM
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.convert import precision_of
 from cpt_core.quantization.graph_handlers import graph_layer_of
@@ -173,7 +173,7 @@ class _Reporter:
         module = self.modules.get(operation.layer)
         part = operation.part
         if part == "" and not _is_known_layer(module, operation.function):
-            part = PRODUCTS
+            part = MATMULS
 
         is_converted = module is not None and precision_of(module) is not None
         is_float_layer = part in ("", NORM) and not is_converted

@@ -10,7 +10,7 @@ module  kind             parameters    MACs  precision
 0       Linear                   15   66.7%  quantised
 1       Linear                    8   33.3%  float32 (not selected by quantize_)
 33.3% of the forward MACs of matmuls and convolutions run in float32: layer 1 33.3%
-in force in 1 layer: bits=not set, execution=simulated
+active in 1 layer: bits=not set, execution=simulated
 """
 
 import warnings
@@ -112,7 +112,7 @@ class Summary:
             lines.append(describe_float32(self.float32_shares, "float32_shares"))
         for description, count in self.active_precisions.items():
             noun = "layer" if count == 1 else "layers"
-            lines.append(f"in force in {count} {noun}: {description}")
+            lines.append(f"active in {count} {noun}: {description}")
         return "\n".join(lines)
 
 
@@ -125,7 +125,10 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             every module in the forward MACs, and modules that run matmuls without parameters.
     """
     check_types(summary, {"model": model})
-    shares, float32_shares = ({}, None) if inputs is None else _shares(model, inputs)
+    by_module, float32_shares = (
+        (None, None) if inputs is None else _count(model, inputs)
+    )
+    shares = {} if by_module is None else by_module.shares()
     modules, parts = dict(model.named_modules()), layer_parts(model)
     added_modules = extensions.load_optional("added_modules")
     added = {} if added_modules is None else added_modules.added_modules(model)
@@ -146,6 +149,8 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             reason, details = _describe_added(added[name])
         else:
             reason, details = _describe_layer(layer, share)
+            if not reason and share and by_module and not by_module.quantized[name]:
+                reason = FallbackReason.NO_QUANTIZED_MATMUL.describe()
         # a lazy module has no shapes yet
         num_parameters = sum(0 if is_lazy(p) else p.numel() for p in parameters)
         rows.append(
@@ -178,10 +183,10 @@ def _describe_layer(
     return "", extensions.load("int8").describe_int8(layer)
 
 
-def _shares(
+def _count(
     model: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return module -> share of the forward MACs, and layer -> share that runs in float32 in it."""
+) -> tuple[ForwardMacs, dict[str, float]]:
+    """Return the forward MACs of every module, and layer -> share of all that runs in float32 in it."""
     converted = {
         name for name, m in model.named_modules() if precision_of(m) is not None
     }
@@ -189,6 +194,6 @@ def _shares(
     for operation in count_step(model, inputs):
         if is_matmul(operation):
             is_quantized = operation.owner in converted
-            by_module.add(operation.layer, operation.macs, False)
+            by_module.add(operation.layer, operation.macs, is_quantized)
             forward.add(row_name(operation), operation.macs, is_quantized)
-    return by_module.float32_shares(), forward.float32_shares()
+    return by_module, forward.float32_shares()

@@ -76,6 +76,11 @@ class ForwardMacs:
         """Share of the MACs that run quantised; 1 if there are no MACs."""
         return self.quantized.total() / self.total if self.total else 1.0
 
+    def shares(self) -> dict[str, float]:
+        """Return layer -> share of the model's MACs."""
+        macs = self.quantized + self.float32
+        return {layer: count / self.total for layer, count in macs.items()}
+
     def float32_shares(self) -> dict[str, float]:
         """Return layer -> share of the model's MACs that runs in float32 in it."""
         return {

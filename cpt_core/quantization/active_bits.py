@@ -39,7 +39,8 @@ class ActiveBits:
         gradient: whether the output gradient is quantised, for dgrad or for wgrad.
         splits_gradient: whether dgrad and wgrad use output gradients quantised to different formats.
         has_quantized_roles: whether any role is quantised.
-        steps: n = 2**bits - 1 of the grid of every role; None where no grid is used.
+        steps: n = 2**level - 1 of every role, also at levels of 24 and more, which use no grid; None for number formats
+            and for no level.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ def quantize_(
         reason = "" if filter_fn is None else " by filter_fn"
         float32_modules = hosts.list_float32_modules(model, excluded) or ""
         raise ValueError(
-            f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{reason}"
+            f"nothing to quantise: no module of {type(model).__name__} that runs a matmul was selected{reason}"
             f"{float32_modules}"
         )
     hosts.check_modules(selected)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class _QuantizeGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_autocast_enabled(gradient.device.type):
             warnings.warn(
-                "backward() runs under autocast, which rounds quantised products once more; "
+                "backward() runs under autocast, which rounds the results of quantised matmuls once more; "
                 "call it outside of the autocast block",
                 stacklevel=2,
             )
@@ -195,11 +196,8 @@ def use_operators(replacement: Any) -> Any:
     return former
 
 
+@cache
 def load_kernels() -> None:
     """Load and build the fast rounding functions once, if they are installed."""
-    if "kernels" not in _loaded and extensions.is_installed("kernels"):
-        _loaded.add("kernels")
+    if extensions.is_installed("kernels"):
         extensions.load("kernels").backend()
-
-
-_loaded: set[str] = set()

@@ -25,6 +25,9 @@ class FallbackReason(Enum):
     UNINITIALIZED = "lazy and without shapes: run the model once, then call quantize_"
     NO_MATMUL = "no matmul or convolution found in its forward()"
     NO_MATMUL_EXECUTED = "no matmul or convolution has run in it yet"
+    NO_QUANTIZED_MATMUL = (
+        "all its matmuls run in float32: sums over one element, or out="
+    )
     ADDED_LATER = "added after quantize_"
     TRACED_LATER = "traced by torch.fx after quantize_"
     NO_GRAPH_WEIGHT = "graph convolution without a weight of its own"

@@ -169,8 +169,8 @@ class GraphHandlers:
         def macs(x: Tensor, indices: Tensor, output: Tensor) -> int:
             return indices.numel() * x.shape[1]
 
-        def run(x: Tensor, role: str | None = "graph_aggregation") -> Tensor:
-            operands, roles = (x, graph.indices, None), (role, None)
+        def run(operand: Tensor, role: str | None = "graph_aggregation") -> Tensor:
+            operands, roles = (operand, graph.indices, None), (role, None)
             options = GraphOperand(graph, x, out_exponent, reduce=reduce)
             return self.run(
                 mode,

@@ -57,7 +57,7 @@ class Operation(NamedTuple):
         elements: numbers of elements read of the first and second operand and written of the output.
         error: whether the backward pass computes an input gradient (dgrad).
         weight: whether the backward pass computes a weight gradient (wgrad).
-        precision: bits in effect; None where the operation ran in float32, whatever the bits of the layer.
+        precision: precision of the layer; None for an operation that is not quantised at any bits of it.
         part: "" for a matmul or convolution; otherwise the kind of work, such as "aggregation", see ``bitops``.
         once: computed once per bit width in a whole run, as the sum of constant features over neighbours.
         owner: layer whose bits determine the price, see ``bitops.counting``; None for float32.

@@ -177,7 +177,10 @@ class PrecisionScheduler:
             warn_of_added_modules(model)
 
     def get_last_bits(self) -> list[int]:
-        """Return the active bits, one per schedule in the order they were given."""
+        """Return the forward bits of every schedule at the current step, in the order given.
+
+        Evaluation bits and ``precision`` blocks are not considered.
+        """
         step = min(self.last_step, self.total_steps - 1)
         return [assigned.schedule(step) for assigned in self.schedules.values()]
 
@@ -410,8 +413,8 @@ def precision(
         model: a model converted by ``quantize_``.
         bits: 1 to 32, "q_max" (of each layer's schedule, role by role), "float" for no quantisation, or a mapping from
             patterns of layer names to bits, of which the first that matches a layer decides.
-        q_grad: gradient bits; None keeps the active ones, or takes ``bits`` if none are set; with "float" gradients
-            are not quantised either.
+        q_grad: gradient bits, 1 to 32, "q_max" or "float". None keeps the active ones, or takes ``bits`` if none are
+            set; where ``bits`` is "float", gradients are not quantised either.
 
     A backward pass after the block uses the bits of its forward pass, except in code of ``torch.compile``. Schedulers
     continue to count steps, and set their bits after the block. Copies made inside keep the bits of the block.

@@ -295,11 +295,12 @@ def _check_growth(profile: Profile) -> None:
         return
     values = np.asarray(profile.growth(np.linspace(0.0, 1.0, 65)), dtype=np.float64)
     low, high = values.min(), values.max()
-    if not (low >= -1e-9 and high <= 1 + 1e-9 and low < high):
+    rises = values[0] < values[-1]
+    if not (low >= -1e-9 and high <= 1 + 1e-9 and rises):
         raise ValueError(
-            f"profile: growth(x) of {type(profile).__name__} must rise within 0..1 for places x in a cycle, which go "
-            f"from 0 to 1 and are no steps; got values from {low:g} to {high:g}. For a function that returns bits use "
-            "FunctionSchedule"
+            f"profile: growth(x) of {type(profile).__name__} must rise within 0..1, where x is the position in a cycle "
+            f"from 0 to 1, not an optimizer step; got {values[0]:g} at 0, {values[-1]:g} at 1, and values from {low:g} "
+            f"to {high:g}. For a function that returns bits use FunctionSchedule"
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from cpt_core import extensions
-from cpt_core.bitops.conventions import PRODUCTS
+from cpt_core.bitops.conventions import MATMULS
 from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import preserve_state
 from cpt_core.bitops.tally import ForwardMacs
@@ -266,7 +266,7 @@ def check(
 
     def report(operation: Operation) -> Callable[[], None] | None:
         layer, function = operation.layer, operation.function
-        is_counted_here = operation.part in ("", PRODUCTS)
+        is_counted_here = operation.part in ("", MATMULS)
         if not is_counted_here or not operation.macs:  # an expert may have no token
             return None
         is_quantized = operation.precision is not None

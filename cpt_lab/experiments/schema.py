@@ -56,8 +56,8 @@ class Recipe:
         running_start: rule of the running ranges, see ``LayerPrecision``.
         cycle_rule: see ``CyclicSchedule``.
         eval_bits: "q_max" or "current": bits of every evaluation but the last, which is done at both.
-        autocast: "bfloat16" computes under autocast: what passes between layers is rounded, quantised products are as
-            exact as before. "" is off.
+        autocast: "bfloat16" computes under autocast: what passes between layers is rounded, quantised matmuls run in
+            float32 as before. "" is off.
         tf32: float32 products may take TF32's 11 bits, on GPUs that have it; cuDNN's convolutions too, which else do
             so in torch. Dequantised operands are then rounded once more.
         channels_last: pictures are stored with their channels last, which changes the speed of convolutions and the

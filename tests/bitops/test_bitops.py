@@ -81,7 +81,7 @@ def test_plan_counts_every_matmul_and_equals_ledger(name):
         cpt.count_bitops(model, inputs, schedule, convention=c) for c in CONVENTIONS
     )
     assert not per_op.unpriced
-    assert not [layer for layer in paper.macs if layer.endswith("(products)")]
+    assert not [layer for layer in paper.macs if layer.endswith("(matmuls)")]
     assert per_op.forward_macs == paper.forward_macs + sum(paper.unpriced.values())
     for plan in (paper, per_op):
         assert ledger.by_layer(plan.convention) == plan.by_layer
@@ -132,7 +132,7 @@ def test_forward_macs_equal_reference(name, reference_macs):
     with torch.device("meta"):
         calls = count_step(make(), inputs())
     # the authors' counter does not see the matmuls of attention
-    total = sum(c.macs for c in calls if c.part != "products")
+    total = sum(c.macs for c in calls if c.part != "matmuls")
     assert total == int(row["forward_count"])
     for part in row["breakdown"].split(";"):
         kind, macs = part.split("=")
@@ -257,7 +257,7 @@ def test_count_bitops_follows_overridden_forward():
     adapted.weight.requires_grad_(False)
     model = nn.Sequential(adapted, Conditioned())
     assert cpt.count_bitops(model, sequences()).macs == {
-        "0 (products)": 10 * 8 * (8 + 2),
+        "0 (matmuls)": 10 * 8 * (8 + 2),
         "0.up": 10 * 2 * 8,
         "1": 2 * 5 * 8 * 5,
         "1.scale": 10 * 8 * 8,
@@ -315,7 +315,7 @@ def test_conv_gradient_macs_match_matmuls(kind, frozen, groups, stride, dilation
     model = cpt.quantize_(nn.Sequential(nn.Conv2d(3, 4, 1), conv))
     model[0].requires_grad_(frozen != "input")
     inputs = (torch.randn(2, 3, 7, 6),)
-    layer = "1" if kind is nn.Conv2d else "1 (products)"
+    layer = "1" if kind is nn.Conv2d else "1 (matmuls)"
     assert executed_gradient_macs(model, inputs, "1") == expected
     assert gradient_macs(model, inputs, layer) == expected
 
@@ -464,20 +464,20 @@ def test_attention_macs_excluded_from_paper_convention():
     per_op = cpt.count_bitops(model, (ids, ids), schedule, convention="per_op")
     bits = schedule.bits()
     expected = 2 * 3 * 9 * 9 * 16 * int((bits**2 + 2 * bits * 8).sum()) / 32**2
-    assert per_op.by_layer["bert.encoder.layer.1.attention.self (products)"] == expected
+    assert per_op.by_layer["bert.encoder.layer.1.attention.self (matmuls)"] == expected
     paper = cpt.count_bitops(model, (ids, ids), schedule, convention="paper")
-    assert not [name for name in paper.by_layer if "(products)" in name]
+    assert not [name for name in paper.by_layer if "(matmuls)" in name]
 
 
 def test_plan_lists_unpriced_matmuls():
     plan = count(parent_of_weights(), *sequences(), convention="paper")
     assert plan.total == 3 * 10 * 8 * (24 + 3)  # the child's weight is a layer's
-    assert plan.unpriced == {"(products)": 2 * 2 * 5 * 5 * 8}
+    assert plan.unpriced == {"(matmuls)": 2 * 2 * 5 * 5 * 8}
     lines = str(plan).splitlines()
     assert lines[-6] == f"total     {2160:>15,}  {6480:>12}"
     assert lines[-1] == (
         "total is without 800 MACs per step (27.0% of the forward pass), "
-        'which "paper" does not price: (products) 800'
+        'which "paper" does not price: (matmuls) 800'
     )
     complete = [
         count(parent_of_weights(), *sequences()),
@@ -519,7 +519,7 @@ def test_count_bitops_accepts_packed_sequences(make):
             module.set_bits(None, None)
     with cpt.BitOpsLedger(model) as ledger:
         model(packed)[0].data.sum().backward()
-    layer = "" if isinstance(model, nn.LSTM) else "(products)"
+    layer = "" if isinstance(model, nn.LSTM) else "(matmuls)"
     weights = [p for n, p in model.named_parameters() if n.startswith("weight")]
     for convention in CONVENTIONS:
         plan = count(model, packed, convention=convention)
@@ -677,7 +677,7 @@ def test_dgl_graph_conv_counts_aggregation_once_converted():
     layer, graph, x = dgl.nn.GraphConv(6, 4), dgl.graph(EDGES), torch.randn(3, 6)
     plan = count(layer, graph, x, convention="paper")
     # its sum is no function of torch
-    assert (plan.forward_macs, plan.unpriced) == (0, {"(products)": 3 * 24})
+    assert (plan.forward_macs, plan.unpriced) == (0, {"(matmuls)": 3 * 24})
     plan = count(cpt.quantize_(layer), graph, x, convention="paper")
     assert (plan.forward_macs, plan.unpriced) == (3 * 24, {"(aggregation)": 4 * 4})
 

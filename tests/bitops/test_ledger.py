@@ -215,7 +215,7 @@ def test_ledger_prices_only_executed_gradients(name):
         model(x).sum().backward()
     plan = cpt.count_bitops(model, (x,), convention="per_op")
     for bitops in (ledger.bitops("per_op"), plan.bitops):
-        macs = {name: bits / 32**2 for name, bits in bitops["(products)"].items()}
+        macs = {name: bits / 32**2 for name, bits in bitops["(matmuls)"].items()}
         assert macs == passes
 
 
@@ -303,7 +303,7 @@ def test_ledger_counts_recomputed_matmuls(use_reentrant):
         )
         with cpt.BitOpsLedger(model) as ledger:
             model(*sequences()).sum().backward()
-        unpriced.append(ledger.unpriced["block (products)"])
+        unpriced.append(ledger.unpriced["block (matmuls)"])
         passes.append(ledger.by_pass("per_op"))
     assert unpriced[1] == 2 * unpriced[0]
     for name in ("error", "weight"):
@@ -326,7 +326,7 @@ def test_ledger_survives_failing_forward():
         handle.remove()
         model(x).sum().backward()
         torch.randn(5, 8) @ torch.randn(8, 3)  # not in the model
-    assert ledger.unpriced == {"(products)": 5 * 8 * 3}
+    assert ledger.unpriced == {"(matmuls)": 5 * 8 * 3}
 
 
 def test_ledger_counts_steps_of_its_model_only():

@@ -6,6 +6,7 @@ from helpers import FunctionModule
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core.quantization.fallback_reasons import FallbackReason
 
 X = torch.randn(3, 5, 8)
 
@@ -84,5 +85,26 @@ def test_summary_agrees_with_counts(make, float32):
         counted.float32,
         ledger.float32,
     ):
-        assert {k.removesuffix(" (products)"): v for k, v in found.items()} == shares
+        assert {k.removesuffix(" (matmuls)"): v for k, v in found.items()} == shares
     assert checked.quantized_share == pytest.approx(1 - sum(shares.values()), abs=1e-12)
+
+
+def single_channel():
+    """Return a model with a convolution over one channel in its own forward."""
+
+    def forward(m, x):
+        return m.head(torch.nn.functional.conv1d(x[:, :1], m.weight))
+
+    weight = nn.Parameter(torch.randn(4, 1, 3))
+    return FunctionModule(forward, weight=weight, head=nn.Linear(6, 3))
+
+
+def test_summary_names_layers_without_quantized_matmul():
+    """A sum over one element runs in float32, so that a module with no other matmul is not called quantised."""
+    model = cpt.quantize_(single_channel())
+    report = cpt.summary(model, (X,))
+    reason = FallbackReason.NO_QUANTIZED_MATMUL.describe()
+    assert [(row.name, row.reason) for row in report.float32] == [("", reason)]
+    assert [row.name for row in report.quantized] == ["head"]
+    checked = cpt.check(model, (X,), invariances=False)
+    assert {e.layer for e in checked.float32} == {""}

@@ -386,22 +386,22 @@ def test_summary_and_repr_show_active_bits(execution, bits, q_grad, description)
     def last_lines(n):
         return str(summary(model)).splitlines()[-n:]
 
-    unset = f"in force in {len(layers)} layers: bits=not set, execution={execution}"
+    unset = f"active in {len(layers)} layers: bits=not set, execution={execution}"
     assert last_lines(1) == [unset]
     with precision(model, bits, q_grad):
         kernels = active_kernels().cpu
         shown = f"{description}, kernels={kernels}"
         for name in layers:
             assert f"({shown})" in repr(model.get_submodule(name))
-        assert last_lines(1) == [f"in force in {len(layers)} layers: {shown}"]
+        assert last_lines(1) == [f"active in {len(layers)} layers: {shown}"]
         with reference():
             assert f"{description}, kernels=reference" in repr(model)
         first, *others = layers.values()
         first.set_levels(RoleLevels(7, 3, 5, 5))
         roles = "activation=7, weight=3, error=5, weight_gradient=5"
         assert last_lines(2) == [
-            f"in force in 1 layer: {roles}, execution={execution}, kernels={kernels}",
-            f"in force in {len(others)} layers: {shown}",
+            f"active in 1 layer: {roles}, execution={execution}, kernels={kernels}",
+            f"active in {len(others)} layers: {shown}",
         ]
     assert last_lines(1) == [unset]
 

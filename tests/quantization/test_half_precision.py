@@ -79,6 +79,6 @@ def test_autocast_warns_in_backward_pass(family, monkeypatch):
         loss = model(torch.randn(2, 4)).float().sum()
         with pytest.warns(
             UserWarning,
-            match="under autocast, which rounds quantised products once more",
+            match="under autocast, which rounds the results of quantised matmuls once more",
         ):
             loss.backward()

@@ -93,7 +93,7 @@ def list_only():
 
 
 ALREADY = r"converted already; call restore_\(model\) first"
-NOTHING = "nothing to quantise: nothing that multiplies in "
+NOTHING = "nothing to quantise: no module of {} that runs a matmul was selected"
 NAME_TAKEN = r"Own\.precision has a name .* rename it"
 REFUSED = {  # name -> model, arguments, error
     "unknown preset": (
@@ -116,18 +116,18 @@ REFUSED = {  # name -> model, arguments, error
     "nothing selected": (
         net,
         [None, lambda module, name: False],
-        f"{NOTHING}ModuleDict was selected by filter_fn",
+        f"{NOTHING.format('ModuleDict')} by filter_fn",
     ),
     "nothing left": (
         net,
         [QuantConfig(float32=("*",))],
-        f"{NOTHING}ModuleDict was selected$",
+        f"{NOTHING.format('ModuleDict')}$",
     ),
-    "nothing to convert": (nn.ReLU, [], f"^{NOTHING}ReLU was selected$"),
+    "nothing to convert": (nn.ReLU, [], f"^{NOTHING.format('ReLU')}$"),
     "list of parameters": (
         list_only,
         [],
-        f"^{NOTHING}Sequential was selected; 1 Param",
+        f"^{NOTHING.format('Sequential')}; 1 Param",
     ),
     "failing filter": (net, [None, failing_filter], "lstm"),
     "attribute": (lambda: with_precision_attribute(2.0), [], NAME_TAKEN),
@@ -147,7 +147,11 @@ REFUSED = {  # name -> model, arguments, error
         [],
         r"attention with 'flash_attention_2'.*attn_implementation='eager'",
     ),
-    "script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), [], NOTHING),
+    "script": (
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))),
+        [],
+        "nothing to quantise",
+    ),
 }
 
 

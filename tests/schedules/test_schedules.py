@@ -403,6 +403,7 @@ GROWTH = r"growth\(x\) of StepCurve must rise within 0..1.*from"
         (custom, (lambda x: 8 - 5 * x,), f"{GROWTH} 3 to 8"),
         (custom, (lambda x: x - 0.5,), f"{GROWTH} -0.5 to 0.5"),
         (custom, (lambda x: x / 0.0,), f"{GROWTH} nan to nan"),
+        (custom, (lambda x: 1 - x,), f"got 1 at 0, 0 at 1.*{GROWTH[-4:]} 0 to 1"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value|divide by zero")

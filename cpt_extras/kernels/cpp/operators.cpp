@@ -20,7 +20,7 @@
 namespace {
 
 constexpr auto UNDER_AUTOCAST =
-    "backward() runs under autocast, which rounds quantised products once more; leave its block before";
+    "backward() runs under autocast, which rounds the results of quantised matmuls once more; leave its block before";
 constexpr float RUNNING_DECAY = 0.9f, NEW_SHARE = 0.1f;
 
 // The shape of the ranges of a granularity: which dimensions are kept, and how many there are.
