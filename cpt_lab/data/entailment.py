@@ -27,6 +27,7 @@ from cpt_lab.data.files import (
 )
 from cpt_lab.data.pair_facts import (
     PAIR_LABELS,
+    SENTENCES,
     check_overlap,
     check_sentences,
     has_language_tables,
@@ -558,9 +559,7 @@ def _read_table(path: Path) -> pd.DataFrame:
         text = path.read_text(encoding="utf-8").strip()
         if text.startswith("["):
             return pd.DataFrame(json.loads(text))
-        return pd.DataFrame(
-            [json.loads(line) for line in text.split("\n") if line.strip()]
-        )
+        return pd.DataFrame(_read_json_lines(path, text))
 
     options: dict[str, Any] = (
         {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
@@ -572,6 +571,26 @@ def _read_table(path: Path) -> pd.DataFrame:
             "row 1 has more fields than the header has names; are quotes missing?"
         )
     return table
+
+
+def _read_json_lines(path: Path, text: str) -> list[dict[str, Any]]:
+    """Return the objects of a text, one per line; ValueError names the line of another value."""
+    objects = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: {error}; a row is a JSON object in a line of its own"
+            ) from error
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object with a sentence pair, got {line:.60}"
+            )
+        objects.append(value)
+    return objects
 
 
 def _check_rows(
@@ -609,7 +628,33 @@ def _check_rows(
         )
     rows = rows.assign(label=labels.astype("int64"))[is_decided]
     check_sentences(file.path, rows)
+    _check_line_breaks(file.path, rows, split, report)
     return rows
+
+
+def _check_line_breaks(
+    path: Path, rows: pd.DataFrame, split: str, report: DataReport
+) -> None:
+    """Report sentences with line breaks; ValueError where rows of a .csv file have become one sentence."""
+    broken = []
+    for row, *sentences in rows[list(SENTENCES)].itertuples(name=None):
+        for sentence in sentences:
+            lines = sentence.strip().split("\n")
+            if len(lines) == 1:
+                continue
+            broken.append(row)
+            if path.suffix == ".csv" and any(
+                line.count(",") >= len(SENTENCES) for line in lines[1:]
+            ):
+                raise ValueError(
+                    f"{path}, row {row}: a sentence of {len(lines)} lines that look like rows; is a quote not closed?"
+                )
+    if broken:
+        report.add(
+            "values",
+            f"{split}: {pluralize(len(broken), 'sentence')} of {path.name} with line breaks, the first in row "
+            f"{broken[0]}",
+        )
 
 
 def download(name: str, language: str = "de") -> Path:

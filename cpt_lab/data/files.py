@@ -38,8 +38,12 @@ def own_path(path: str) -> Path:
 
 
 @contextmanager
-def explain_read_errors(path: Path) -> Iterator[None]:
+def explain_read_errors(path: Path, part: str = "") -> Iterator[None]:
     """Turn any error of a library that reads a file into a ValueError that names the file and the reason.
+
+    Args:
+        path: the file.
+        part: part of the file that is read, for the error; "" for all of it.
 
     A damaged or hostile file makes libraries raise nearly anything, also what the command line must not see: EOFError
     is Ctrl-D to click. Errors that name the file already are passed on, as are missing files and libraries.
@@ -53,8 +57,9 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
+        where = f"{part} of {path}" if part else str(path)
         raise ValueError(
-            f"{path} cannot be read: {_read_error_reason(path, error)}"
+            f"{where} cannot be read: {_read_error_reason(path, error)}"
         ) from error
 
 

@@ -302,9 +302,11 @@ def _indices(
     """
     array = nodes_or_mask
     if array.dtype != bool:
-        # An array of N zeros and ones is a mask: as numbers, it would name nodes twice.
-        is_mask = array.shape == (nodes,) and nodes > 2 and np.isin(array, (0, 1)).all()
-        return np.flatnonzero(array) if is_mask else array
+        # N zeros and ones, once or in several masks, are a mask: as numbers, they would name nodes twice.
+        is_mask = nodes > 2 and nodes in array.shape and np.isin(array, (0, 1)).all()
+        if not is_mask:
+            return array
+        array = array.astype(bool)
 
     rule = f"{path}: masks of the {part} split must be (N,), (splits, N) or (N, splits) with N = {nodes}"
     if array.ndim not in (1, 2) or nodes not in array.shape:

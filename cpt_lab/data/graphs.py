@@ -272,8 +272,8 @@ def _check_split(name: str, raw: RawGraph, labels: np.ndarray) -> None:
     """Check that every split names different labelled nodes, and that training and test split are not empty."""
     split_of_node = np.full(len(labels), "", dtype=object)
     for part in SPLITS:
-        raw.split[part] = np.asarray(raw.split[part]).reshape(-1)
         index = as_int64_vector(f"{name}: the {part} split", raw.split[part])
+        raw.split[part] = index
         _check_nodes(f"{name}: the {part} split", index, len(labels))
         if len(np.unique(index)) != len(index):
             raise ValueError(f"{name}: the {part} split names a node more than once")

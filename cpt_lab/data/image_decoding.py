@@ -39,6 +39,8 @@ TRANSPOSE_METHODS = {
 }
 TRANSPARENT_MODES = ("RGBA", "RGBa", "LA", "La", "PA")
 END_OF_JPEG = b"\xff\xd9"
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # tag of TIFF, and its value
+DARK_BITS = 3  # that a dark image leaves unused
 FULL_GREY_BITS = 16
 # PIL's mode -> how the image is converted.
 CONVERSIONS = {
@@ -166,6 +168,10 @@ def _is_deep_grey(mode: str) -> bool:
 
 def _deep_values(image: Any) -> np.ndarray:
     values = np.asarray(image)
+    if getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO:
+        raise ValueError(
+            "a TIFF image of 16 bits in which 0 is white (photometric interpretation 0); save it with 0 as black"
+        )
     if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
         raise ValueError(
             f"an image of 8 or 16 bits expected, got PIL's mode {image.mode}; save it with 8 bits"
@@ -426,6 +432,18 @@ def _report_depth(
             f"{pluralize(len(deep_grey), 'grey image')} of 16 bits, values up to {max(deep_grey):,}: read as {bits} "
             "bits, scaled to 8, three equal channels",
         )
+        dark = [
+            name
+            for name, image in images.items()
+            if image.is_deep_grey and image.largest.bit_length() <= bits - DARK_BITS
+        ]
+        if 2 * len(dark) > len(deep_grey):
+            _report_named(
+                report,
+                "changed",
+                dark,
+                f"are dark beside the brightest ones: their values end below {2 ** (bits - DARK_BITS):,}",
+            )
     deep_colour = [
         name
         for name, image in images.items()

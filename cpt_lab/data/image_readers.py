@@ -8,6 +8,7 @@ import io
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -75,7 +76,7 @@ TEST_FOLDER_NAMES = (
     "holdout",
 )
 MAX_SHARED_TEST_SHARE = (
-    0.1  # share of the test images of archives that may be copies of training images
+    0.1  # share of the test images that may have the pixels of training images
 )
 T = TypeVar("T")
 
@@ -97,13 +98,15 @@ class ArrayImages:
 class OwnImages(NamedTuple):
     """Images to train and to test on: ArrayImages in memory or ImageFiles on disk.
 
-    ``classes`` are the names of the classes, empty where labels are numbers.
+    ``classes`` are the names of the classes, empty where labels are numbers. ``is_drawn``: whether the test images were
+    drawn from one set of images.
     """
 
     train: Any
     test: Any
     title: str
     classes: list[str]
+    is_drawn: bool = False
 
 
 class ImageSource(NamedTuple):
@@ -133,6 +136,8 @@ def read_own_images(dataset: str, size: int, report: DataReport) -> OwnImages:
         if (folder / "train").is_dir() or not has_archives:
             files = list_image_folders(folder, report)
             train, test = _load_resized(folder, [files.train, files.test], size, report)
+            if not files.is_drawn:
+                _check_shared_images(dataset, train, test, "folders")
             return files._replace(train=train, test=test)
 
     if len(paths) == 1:
@@ -189,17 +194,30 @@ def _read_archive_pair(
         raise ValueError(
             f"{dataset}: training and test images have {train_channels} and {test_channels} channels"
         )
-    unknown = test.labels[test.labels > train.labels.max()]
+    unknown = np.setdiff1d(test.labels, train.labels)
     if len(unknown):
+        known = np.unique(train.labels)
+        known_text = f"0..{known[-1]}"
+        if len(known) <= known[-1]:
+            known_text = list_first(list(map(str, known)), 12)
         raise ValueError(
-            f"{paths[1]}: label {int(unknown[0])} is unknown; {paths[0].name} has 0..{train.labels.max()}"
+            f"{paths[1]}: label {int(unknown[0])} is unknown; {paths[0].name} has {known_text}"
         )
     _check_shared_images(dataset, train, test)
     return [train, test]
 
 
-def _check_shared_images(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
-    """Refuse test images that are training images: all of them, or more than ``MAX_SHARED_TEST_SHARE``."""
+def _check_shared_images(
+    dataset: str, train: ArrayImages, test: ArrayImages, places: str = "archives"
+) -> None:
+    """Refuse test images that are training images: all of them, or more than ``MAX_SHARED_TEST_SHARE``.
+
+    Args:
+        dataset: name of the data set, for the errors.
+        train: images to train on, in memory.
+        test: images to test on, in memory.
+        places: where the images are, for the errors.
+    """
     shared = identical_images(train.images, test.images)
     if len(shared) == len(test):
         raise ValueError(
@@ -211,7 +229,7 @@ def _check_shared_images(dataset: str, train: ArrayImages, test: ArrayImages) ->
         )
         raise ValueError(
             f"{dataset}: {len(shared):,} of {len(test):,} test images are copies of training images ({pairs}, counted "
-            "from 0); a test needs others: take them out of one of the two archives"
+            f"from 0); a test needs others: take them out of one of the two {places}"
         )
 
 
@@ -314,8 +332,13 @@ def _check_archive(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
     if archive.images is not None:
         images = archive.images
     else:
-        with explain_read_errors(path):
-            images = np.stack(decoded)
+        for number, image in enumerate(decoded):
+            if image.shape != decoded[0].shape:
+                raise ValueError(
+                    f"{path}: all images need one size, image 0 has {decoded[0].shape} and image {number} "
+                    f"{image.shape} (height, width, channels)"
+                )
+        images = np.stack(decoded)
     if (
         images.dtype != np.uint8
         or images.ndim not in (3, 4)
@@ -329,8 +352,13 @@ def _check_archive(archive: _Archive, decoded: list[np.ndarray]) -> ArrayImages:
         raise ValueError(
             f"{path}: images must have 1 or 3 channels, (n, H, W, C), got {images.shape[3]}"
         )
-    if images.size == 0 or int(labels.min()) < 0:
-        raise ValueError(f"{path}: labels must be 0, 1, ..., and at least one")
+    if images.size == 0:
+        raise ValueError(f"{path} has no images")
+    if int(labels.min()) < 0:
+        first = int((labels < 0).argmax())
+        raise ValueError(
+            f"{path}: labels must be 0, 1, ..., label {first} is {int(labels[first])}"
+        )
     tensor = torch.from_numpy(images)
     tensor = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2)
     return ArrayImages(tensor.contiguous(), torch.from_numpy(labels))
@@ -372,9 +400,8 @@ def list_image_folders(folder: Path, report: DataReport) -> OwnImages:
         )
     if test_folder is None:
         train, test = _draw_test_images(train, folder, report)
-        return OwnImages(
-            train, test, f"{title}, a fifth drawn to test on", train.classes
-        )
+        title += ", a fifth drawn to test on"
+        return OwnImages(train, test, title, train.classes, is_drawn=True)
 
     test = read_class_folders(folder, test_folder, contents, report)
     if sum(part in TEST_FOLDERS for part in parts) > 1:
@@ -596,7 +623,7 @@ def _inspect_and_prepare(
     source: ImageSource, prepare: Callable[[Any], T]
 ) -> tuple[ImageFacts, T | None]:
     """Return facts about an image, and the prepared image; None instead of a 16-bit grey one."""
-    with explain_read_errors(source.path), _open(source) as image:
+    with _explain_errors(source), _open(source) as image:
         facts = inspect_open_image(image)
         if facts.is_deep_grey:
             return facts, None
@@ -607,8 +634,14 @@ def _inspect_and_prepare(
 def _prepare_deep(
     source: ImageSource, prepare: Callable[[Any], T], bits: int | None
 ) -> T:
-    with explain_read_errors(source.path), _open(source) as image:
+    with _explain_errors(source), _open(source) as image:
         return prepare(to_upright_rgb(image, bits))
+
+
+def _explain_errors(source: ImageSource) -> AbstractContextManager[None]:
+    """Return a context that names the file of an image in errors, and the image if the file holds several."""
+    part = "" if source.content is None else source.name
+    return explain_read_errors(source.path, part)
 
 
 def _open(source: ImageSource) -> Any:

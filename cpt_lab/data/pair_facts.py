@@ -213,9 +213,9 @@ def check_overlap(
 
 
 def _normalized_pairs(pairs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return premise and hypothesis of every pair, with single blanks between words."""
-    premises = [" ".join(text.split()) for text in pairs["premise"]]
-    hypotheses = [" ".join(text.split()) for text in pairs["hypothesis"]]
+    """Return premise and hypothesis of every pair in lower case, with single blanks between words."""
+    premises = [" ".join(text.casefold().split()) for text in pairs["premise"]]
+    hypotheses = [" ".join(text.casefold().split()) for text in pairs["hypothesis"]]
     return list(zip(premises, hypotheses, strict=True))
 
 

@@ -70,6 +70,15 @@ def report_classes(
             "classes",
             f"{split} has no {noun} of {_count_classes(len(missing))}: {list_first(missing)}",
         )
+    present = np.flatnonzero(counts)
+    last = int(present[-1])
+    gap = last - int(present[-2]) if len(present) > 1 else 0
+    if names[last].isdecimal() and gap > len(present):
+        report.add(
+            "markers",
+            f"{pluralize(counts[last], noun)} of class {last}, after a gap: the model has outputs for {len(names):,} "
+            "classes",
+        )
 
 
 def _count_classes(count: int) -> str:

@@ -20,10 +20,11 @@ UNKNOWN_SPELLINGS = (
 )  # words of their own here
 MARKER_SHAPES = (
     r"<\|?/?[A-Za-z][\w/.-]{0,20}\|?>",  # <eos>, </s>, <|endoftext|>
-    r"\[/?[A-Z]{2,8}\]",  # [SEP]
+    r"\[/?[A-Za-z]{2,8}\]|\{/?[A-Za-z]{2,8}\}",  # [SEP], {eos}
+    r"<<?/?[A-Za-z]{2,8} ?/?>>?|&lt;/?[A-Za-z]{1,8}/?&gt;",  # <<EOS>>, <br />, &lt;eos&gt;
     r"<\uff5c[^\uff5c\s]{1,40}\uff5c>",  # the same with wide bars
     r"__?(?:eos|EOS|bos|BOS|sos|SOS|end|END|start|START)__?",
-    r"(?<!\S)(?:EOS|eos|EOL|BOS|bos|SOS|sos|\\n|\u00b6|\u23ce)(?!\S)",  # as words alone
+    r"(?<!\S)(?:(?:EOS|eos|EOL|BOS|bos|SOS|sos)\.?|\\n|\u00b6|\u23ce|\#{2,}|\|{1,3}|\*{2,})(?!\S)",  # alone
 )
 MARKER = "|".join(MARKER_SHAPES)
 END_MARKER, START_MARKER = (
@@ -38,13 +39,19 @@ MARKER_WORDS = (
     "bos",
     "SOS",
     "sos",
+    "EOS.",
+    "eos.",
+    "EOL.",
     "\\n",
     "\u00b6",
     "\u23ce",
+    "#",
+    "|",
+    "*",
 )
 MARKER_ENDS, MARKER_STARTS = (
-    (">", "]", "_", *MARKER_WORDS),
-    ("<", "[", "_", *MARKER_WORDS),
+    (">", "]", "_", "}", "&gt;", *MARKER_WORDS),
+    ("<", "[", "_", "{", "&lt;", *MARKER_WORDS),
 )  # characters of the markers: a quick look
 MAX_MARKER_LENGTH = 48  # characters
 MIN_MARKED_SHARE = (

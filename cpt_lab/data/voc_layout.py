@@ -490,6 +490,9 @@ def _box(
         notes: notes the annotation if the box is clipped.
     """
     height, width = size
+    for tag in OBJECT_PARTS:
+        if (count := len(element.findall(tag))) > 1:
+            raise ValueError(f"{where}: {count} elements {tag}; an object has one")
     if element.find("bndbox") is None:
         other_tags = [child.tag for child in element if child.tag not in OBJECT_PARTS]
         raise ValueError(
@@ -500,6 +503,10 @@ def _box(
         _number(element, f"bndbox/{corner}", where) for corner in BOX_CORNERS
     )
     box_text = f"({x1:g}, {y1:g}) to ({x2:g}, {y2:g})"
+    if 0 <= min(x1, y1) < 1 and max(x2, y2) <= 1:
+        raise ValueError(
+            f"{where}: the box {box_text} looks like fractions of the image; VOC counts pixels from 1"
+        )
     if not _has_area([x1, y1, x2, y2]):
         raise ValueError(f"{where}: the box {box_text} has no area")
     outside = f"{where}: the box {box_text} is not inside the {width} x {height} image"

@@ -121,6 +121,9 @@ def class_folder_cases():
         f"cat/{k}.jpg": encoded(noise((20, 24), k), "JPEG", orientation=k)
         for k in (3, 6, 8)
     }
+    inverted = io.BytesIO()
+    Image.open(io.BytesIO(grey_picture(4095))).save(inverted, "TIFF", tiffinfo={262: 0})
+    inverted = inverted.getvalue()
     plain_grey = {
         name: encoded(Image.new("RGB", (24, 20), (seed, seed, seed)))
         for seed, name in enumerate(files)
@@ -163,6 +166,9 @@ def class_folder_cases():
         "a class of other kinds": files | {f"bird/{i}.heic": b"x" for i in range(3)},
         "12 bits beside 8": files | {"cat/deep.png": grey_picture(4095)},
         "8 bits in 16": grey_pets(255),
+        "12 bits and a brighter image": grey_pets(4095)
+        | {"cat/bright.png": grey_picture(65535)},
+        "16 bits with white as 0": files | {"cat/inverted.tif": inverted},
         "32 bits": files | {"cat/f.tif": grey_picture(1e6, 0, "TIFF", np.int32)},
         "floats": files | {"cat/f.tif": grey_picture(1, 0, "TIFF", np.float32)},
         "12 bits per channel": {
@@ -202,6 +208,13 @@ def split_folder_cases():
         "tested on training images": train | renamed(train, "train", "val"),
         "a copy in another class of the test": files
         | {"val/dog/new.png": files["train/cat/0.png"]},
+        "the pixels of most training images": files
+        | {
+            name.replace("train", "val").replace("png", "bmp"): encoded(
+                open_png(file), "BMP"
+            )
+            for name, file in train.items()
+        },
         "the pixels of a training image": files
         | {"val/cat/again.bmp": encoded(open_png(files["train/cat/1.png"]), "BMP")},
     }
@@ -273,6 +286,19 @@ def archive_cases():
         "fewer labels": archives(labels=np.arange(2)),
         "a label below zero": archives(labels=np.arange(count) - 1),
         "an unknown label": {**whole, "test.npz": unknown},
+        "an unknown label between known ones": {
+            "train.npz": archives(labels=np.arange(count) % 2 * 2)["train.npz"],
+            "test.npz": whole["test.npz"],
+        },
+        "labels of 255": archives(labels=np.where(np.arange(count) < 3, 255, column)),
+        "a damaged packed image": {
+            "train.npz": packed_images(*upright[:3], upright[3][:-40], upright[4]),
+            "test.npz": packed_images(*upright[5:]),
+        },
+        "packed images of two sizes": {
+            "train.npz": packed_images(*upright[:3], encoded(noise((9, 8), 1), "JPEG")),
+            "test.npz": packed_images(*upright[5:]),
+        },
         "fractions as labels": archives(labels=np.linspace(0, 2.99, count)),
         "complex labels": archives(labels=np.arange(count) * 1j),
         "a table of labels": archives(labels=np.zeros((count, 2), int)),

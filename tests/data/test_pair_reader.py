@@ -280,6 +280,10 @@ def training_pairs(**columns):
 def pair_cases():
     """Return flat files of sentence pairs, sound ones first, with the changes of their recipes."""
     first = pair_rows("train")[:1]
+    in_capitals = first.assign(
+        premise=first.premise.str.upper(), hypothesis=first.hypothesis.str.upper()
+    )
+    open_quote = put("train", 1, "premise", "a man\nb,c,1\nwalks")
     changes = {
         "columns": in_all(genre="x", idx=1),
         "a column": in_all(idx=1),
@@ -309,6 +313,8 @@ def pair_cases():
         "a test pair in train": added("test", first),
         "validation pairs in train": added("validation", pair_rows("train")[:2]),
         "test pairs in validation": added("test", pair_rows("validation")),
+        "a test pair in train, in capitals": added("test", in_capitals),
+        "a sentence of two lines": put("train", 2, "premise", "a man\nwalks, slowly"),
         "training pairs": training_pairs(),
         "training pairs with other labels": training_pairs(label=[0, 1] * 3),
         "training pairs with other blanks": lambda split, rows: pair_rows(
@@ -348,6 +354,7 @@ def pair_cases():
         ),
         "two training files": csv | {"train.tsv": b""},
         "no rows in a table": pair_files("csv", change=changes["no rows"]),
+        "rows behind an open quote": pair_files("csv", change=open_quote),
         "labels of four in a table": pair_files(
             "csv", change=changes["labels of four"]
         ),

@@ -177,6 +177,8 @@ def voc_cases():
     two_names = annotation(voc_object("Cat"), voc_object(" cat "))
     other_size = pictures("JPEGImages/a.jpg", size=(80, 90))
     polygon = "<object><name>cat</name><polygon/></object>"
+    corners = "<xmin>3</xmin><ymin>3</ymin><xmax>9</xmax><ymax>9</ymax>"
+    second_box = f"<bndbox>{corners}</bndbox>"
     very_difficult = voc_object(more="<difficult>very</difficult>")
 
     def turned(orientation, size=(30, 40)):
@@ -209,6 +211,7 @@ def voc_cases():
         "a box counted from 0": ("cat", (0, 1, 9, 9)),
         "a box counted from 0 at the top": ("cat", (5, 0, 9, 9)),
         "a box at -1": ("cat", (-1, 5, 9, 9)),
+        "a box in fractions of the image": ("cat", (0.1, 0.2, 0.5, 1)),
         "a box outside by a fraction": ("cat", (5, 5, 9, 32.5)),
         "a box behind the image": ("cat", (41, 5, 41, 9)),
         "a box that ends before it begins": ("cat", (10, 10, 9, 20)),
@@ -267,6 +270,9 @@ def voc_cases():
         "objects in objects": annotated(f"<objects>{voc_object()}</objects>"),
         "polygons": annotated(polygon),
         "difficult in words": annotated(very_difficult),
+        "two boxes in an object": annotated(voc_object(more=second_box)),
+        "two names in an object": annotated(voc_object(more="<name>cat</name>")),
+        "an object of one pixel": annotated(voc_object(box=(1, 1, 1, 1))),
         "another size": annotated(voc_object(), size=(30, 41)),
         "another size, turned": files | turned(6, (44, 33)),
         "turned no more": files | pictures("JPEGImages/a.jpg", size=(40, 30)),
