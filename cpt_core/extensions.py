@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # public names of cpt_extras that cpt_core re-exports
     from cpt_extras.search.solver import solve_schedule as solve_schedule
 
 EXTENSIONS = {
-    "kernels": "cpt_extras.kernels.backend",  # C++ and Triton: the same bits, faster
+    "kernels": "cpt_extras.kernels.backend",  # C++ and Triton: bit-identical results, faster
     "formats": "cpt_extras.formats.ladder_rounding",  # number formats other than the paper's grids
     "matmuls": "cpt_extras.formats.matmul_rounding",  # operands that are rounded for each matmul of a layer
     "prices": "cpt_extras.formats.prices",  # costs of a training step other than BitOps

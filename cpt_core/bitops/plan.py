@@ -71,9 +71,10 @@ class BitOpsPlan:
         convention: "paper" or "per_op".
         steps: optimizer steps counted.
         macs: forward MACs of one step by layer.
-        bitops: layer -> pass -> squared bits x MACs, exact integers.
-        float32: layer -> share of the run's forward MACs of matmuls and convolutions that runs in float32 in it, by
-            either convention. The sum is the share of the model.
+        bitops: layer -> pass -> MACs x bits of one operand x bits of the other, exact integers; divided by 32**2 they
+            are the BitOps of ``by_layer``.
+        float32: layer -> share of the run's forward MACs of matmuls and convolutions that runs in float32 in it,
+            whatever the convention. The sum is the share of the model.
         by_convention: convention -> total BitOps.
         at_32_bits: BitOps of the same operations, all in float32.
         unpriced: layer -> MACs of one forward pass that the convention does not price: "paper" matmuls outside of

@@ -56,7 +56,7 @@ def project(
     """Return ``(x * out_degrees ** out_exponent) @ weight``, (S, O).
 
     Args:
-        graph: whose out-degrees scale the features; where it scales nothing, x may be of other nodes.
+        graph: graph whose out-degrees scale the rows of x; with ``out_exponent=0`` it is not read, and S is any number.
         x: (S, I).
         weight: (I, O).
         out_exponent: of the out-degrees; 0 scales nothing.

@@ -118,7 +118,7 @@ class MatrixNorm(nn.Module):
 
 @overridable
 def spread_norm(x: Tensor) -> Tensor:
-    """Return ``x`` normalised over all entries, on a whole GPU: torch's layer norm uses one block per row."""
+    """Return ``x`` normalised over all entries, in parallel on a GPU: torch's layer norm takes one thread block."""
     wide = x.float()
     variance, mean = torch.var_mean(wide, correction=0)
     return ((wide - mean) * torch.rsqrt(variance + LAYER_NORM_EPS)).to(x.dtype)

@@ -9,11 +9,15 @@ class LanguageModel(nn.Module):
     """An LSTM over word embeddings that predicts the next word; dropout on the embeddings and on the LSTM's output.
 
     Args:
-        embedding: width of the embeddings, which stay in float32; ``hidden`` that of the LSTM.
-        drop_embedding: drop on the embeddings too.
+        words: size of the vocabulary.
+        embedding: width of the embeddings, which stay in float32.
+        hidden: width of the LSTM.
+        layers: number of LSTM layers.
+        dropout: share of values that dropout sets to 0.
+        drop_embedding: whether dropout is applied to the embeddings, too.
 
-    The LSTM has one bias per gate, as the authors' has: torch's second one is 0 and stays it. Embedding and decoder
-    start uniform in [-0.1, 0.1], the decoder's bias at 0, the LSTM as torch has it.
+    The LSTM has one bias per gate, as the authors' has: torch's second bias, ``bias_hh``, is 0 and frozen. Embedding
+    and decoder start uniform in [-0.1, 0.1], the decoder's bias at 0, the LSTM as torch has it.
     """
 
     def __init__(

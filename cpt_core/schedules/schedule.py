@@ -36,7 +36,7 @@ class ShortCycleWarning(UserWarning):
 class RoleLevels(NamedTuple):
     """One value per role of an operand: its level at a step, or an array of its levels at all steps.
 
-    A level is the number of bits, or a rung of a format ladder; None is float32, too.
+    A level is the number of bits, or a rung of a format ladder; None means float32.
 
     Attributes:
         activation: input of a layer in the forward pass.
