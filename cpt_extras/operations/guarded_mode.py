@@ -213,7 +213,9 @@ class GuardedMode(QuantizedOpsMode):
     ) -> Any:
         """Call a function as if it ran in the forward of a module."""
         self.enter(entry.module, entry.interception, sys._getframe())
-        self.running.stack[-1].scores.extend(entry.scores)
+        self.running.stack[-1].take_shapes(entry)
+        # tensors that the function gets may have marks of the forward pass
+        self.running.features.has_moved = True
         try:
             return function(*args, **kwargs)
         finally:

@@ -370,6 +370,69 @@ def test_checkpoint_inside_module_recomputes_at_forward_bits(name, how, place):
         assert identical(expected, found)
 
 
+class Attend:
+    """A callable object that is no module."""
+
+    def __call__(self, q, k, v):
+        return (q @ k.mT).softmax(-1) @ v
+
+
+CHECKPOINTED = {  # q, k, v -> function, and tensors that it gets
+    "attention": lambda q, k, v: (F.scaled_dot_product_attention, q, k, v),
+    "attention with options": lambda q, k, v: (
+        partial(F.scaled_dot_product_attention, scale=0.7),
+        q,
+        k,
+        v,
+    ),
+    "matmul": lambda q, k, v: (torch.matmul, q, k.mT),
+    "method": lambda q, k, v: (torch.Tensor.matmul, q, k.mT),
+    "linear": lambda q, k, v: (F.linear, q, k[0]),
+    "operator": lambda q, k, v: (torch.ops.aten.matmul, q, k.mT),
+    "object": lambda q, k, v: (Attend(), q, k, v),
+    "keys transposed outside": lambda q, k, v: (
+        lambda q, k, v: (q @ k).softmax(-1) @ v,
+        q,
+        k.mT,
+        v,
+    ),
+    "keys scaled inside": lambda q, k, v: (
+        lambda q, k, v: (q @ (0.5 * k)).softmax(-1) @ v,
+        q,
+        k.mT,
+        v,
+    ),
+    "state": lambda q, k, v: (lambda q, k, v: q @ (k @ v), q, k.mT, v),
+    "probabilities from outside": lambda q, k, v: (
+        lambda p, v: p @ v,
+        (q @ k.mT).softmax(-1),
+        v,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [recompute, reentrant, foreign])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpoint_of_function_recomputes_rounding(name, how):
+    """Cover functions of torch without Python code, and operands made outside."""
+    gradients = []
+    for run in (plain, how):
+        torch.manual_seed(0)
+        model = FunctionModule(
+            lambda m, x, y: run(*CHECKPOINTED[name](m.q(x), m.k(y), m.v(y))),  # noqa: B023
+            **{role: nn.Linear(4, 4) for role in "qkv"},
+        )
+        quantize_(model, NEAREST)
+        x, y = torch.randn(2, 4, 4), torch.randn(2, 9, 4)
+        with precision(model, 3):
+            loss = model(x, y).square().sum()
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert gradients[0]
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("how", CHECKPOINTS)
 @pytest.mark.parametrize("config", ["stochastic", "integer", "ladder"])
 def test_checkpoint_recomputes_every_configuration(config, how):
