@@ -86,7 +86,7 @@ def pages() -> dict[Path, str]:
     spending, switching = h7.tasks(runs)[0], h10.tasks(runs)[0]
     ordered, order_missing = h11.tasks(runs)
     damages, damage_missing = h12.damages(runs)
-    by_recipe, switch_missing = h13.tasks(runs)
+    by_recipe = h13.tasks(runs)[0]
     spending_alike = h7.gains_by_evaluation(spending)
     replications = _replicated_effects(answers)
     tasks = list(_tasks_by_grid(runs))
@@ -139,7 +139,6 @@ def pages() -> dict[Path, str]:
         price_table=prices.price_table,
         robust_verdicts=prices.robust_verdicts(runs),
         verdict_prices=prices.verdict_table(runs),
-        switch_missing=switch_missing,
         switches=h10.switches(switching),
         switching=h10.gains(switching).assign(n=_num_seeds(switching)),
         switching_alike=h10.gains_by_evaluation(switching).iloc[:, [0, 2, 3]],
