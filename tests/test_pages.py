@@ -93,10 +93,13 @@ def test_page_examples_are_marked():
 
 def test_readme_three_lines_run():
     lines = README.read_text().split("```python\n")[1].split("```")[0]
-    assert len(lines.splitlines()) == 3
-    names = {"cpt": cpt, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))}
-    exec(lines, names)
-    assert names["model"][0].precision.bits == names["schedule"](0)
+    assert re.findall(r"# (\d): ", lines) == ["1", "2", "3"]
+    names = {"cpt": cpt}
+    before_step = lines.rpartition("...\n")[0]
+    for text, step in ((before_step, 0), (lines, 1)):
+        names["model"] = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        exec(text, names)
+        assert names["model"][0].precision.bits == names["schedule"](step)
 
 
 # --- generated pages ------------------------------------------------------------------------------
@@ -419,12 +422,20 @@ def preregistered_outcomes():
         f"In {number} comparisons at equal bit operations {wins} by the margin",
     )
     robust = re.search(r"any of the three prices: ([^.]*)\.", text)[1].split()
-    for winner in ("static 3 against cycle (H2)", "4/5 against 3/8 (H7)"):
-        assert winner in " ".join(robust)
+    winners = "static 3 against cycle (H2), 4/5 against 3/8 (H7), 4/5 against cycle at 4/5 (H8)"
+    assert " ".join(robust) == winners
+    three = "static 3 bits beats a cycle, and 4/5 beats both 3 bits with 8-bit gradients and a cycle of its cost."
+    yield "README.md", three
+    table = dict(
+        re.findall(r"^\| H7 \| (\d)/5 \|[^|]*\| better in (.*?) \|", text, re.M)
+    )
+    assert table["5"] == "1, worse in 2 of 6"
     yield (
         "README.md",
-        "static 3 bits beats a cycle, and 4/5 beats 3 bits with 8-bit gradients.",
+        "At the cost of 4 static bits it improved 1 of 6 tasks and made 2 worse",
     )
+    assert table["6"] == "0, worse in 2 of 6"
+    yield "README.md", "at the cost of 5 it improved none and made 2 worse."
     assert f"{wins} of equal cost by the margin" in report.HEADLINE
     yield "README.md", "inconclusive if all models are evaluated at 8 bits"
     yield "README.md", "(docs/reproducing/earlier-questions.md)"
