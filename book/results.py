@@ -389,9 +389,8 @@ def _baselines_table(tasks: Iterable[TaskOfGrid]) -> pd.DataFrame:
     for part in tasks:
         question = part.grid.split("/")[0].upper()
         if question not in ("H7", "H10", *NEW_QUESTIONS):  # their own pages have them
-            questions.setdefault((part.task, part.baseline, part.seeds), {})[
-                question
-            ] = None
+            task = part.task, part.baseline, part.seeds
+            questions.setdefault(task, {})[question] = None
     lines = [(", ".join(names), *task) for task, names in questions.items()]
     return pd.DataFrame(lines, columns=["", "task and training", "baseline", "n"])
 

@@ -19,7 +19,7 @@ from cpt_lab.paths import CHECKOUT, ROOT, results_dir
 from cpt_lab.resources import MachineWarning
 
 # Modules that a run may import, by the distribution that installs them.
-LIBRARIES = {
+RECORDED_LIBRARIES = {
     "cpt-core": "cpt_core",
     "torch": "torch",
     "numpy": "numpy",
@@ -153,7 +153,7 @@ def versions() -> dict[str, str]:
     """Return the versions of the libraries that this process has imported."""
     return {
         name: version(name)
-        for name, module in LIBRARIES.items()
+        for name, module in RECORDED_LIBRARIES.items()
         if module in sys.modules
     }
 

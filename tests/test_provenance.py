@@ -56,8 +56,8 @@ def test_machine_has_threads_switches_and_libraries(monkeypatch):
 
 
 def test_versions_cover_imported_libraries(monkeypatch):
-    monkeypatch.setitem(provenance.LIBRARIES, "pretended", "torch")
-    monkeypatch.setitem(provenance.LIBRARIES, "absent", "no_such_module")
+    monkeypatch.setitem(provenance.RECORDED_LIBRARIES, "pretended", "torch")
+    monkeypatch.setitem(provenance.RECORDED_LIBRARIES, "absent", "no_such_module")
     result = provenance.versions()
     full = torch.__version__
     assert result["torch"] in (full, full.partition("+")[0])

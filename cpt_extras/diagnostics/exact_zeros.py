@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from cpt_core.quantization.rounding import MIN_SCALE, num_steps
 
-MIN_SHARE = 0.05  # of the elements of a weight: fewer zeros are chance, or were initialised and never trained
+MIN_ZERO_SHARE = 0.05  # of the elements of a weight: fewer zeros are chance, or were initialised and never trained
 
 
 def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
-    """Warn where more than ``MIN_SHARE`` of a weight is 0 and its grid moves these zeros."""
+    """Warn where more than ``MIN_ZERO_SHARE`` of a weight is 0 and its grid moves these zeros."""
     bits = precision.active_bits.formats.weight
     if not isinstance(bits, int) or not _can_read(weight):
         return
     share, max_move = _moved_zeros(weight.detach(), num_steps(bits))
-    if share > MIN_SHARE:
+    if share > MIN_ZERO_SHARE:
         name = precision.name or "a quantised layer"
         warnings.warn(
             f"{share:.0%} of the weights of layer {name!r} are exactly 0 and become up to {max_move:.2g}. The paper's "

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 LOW_LEVEL, HIGH_LEVEL, WIDE_LEVEL = 4, 8, 16
 HIGH_FORMAT, WIDE_FORMAT = "mxfp8_e4m3:rounding=nearest", "bf16:rounding=nearest"
 WIDE_LADDER = FormatLadder({LOW_LEVEL: WIDE_FORMAT, WIDE_LEVEL: WIDE_FORMAT}).filled()
-MIN_SHARE = 0.5  # of the weights in linear layers, below which there is a warning
+MIN_LINEAR_SHARE = (
+    0.5  # of the weights in linear layers, below which there is a warning
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Recipe:
         for name in wide:
             check_choice("wide", name, names)
         share = _linear_share(model)
-        if share < MIN_SHARE:
+        if share < MIN_LINEAR_SHARE:
             warnings.warn(
                 f"linear layers, which a recipe quantises, hold {share:.0%} of the weights of "
                 f"{type(model).__name__}; the others run in float32",

@@ -65,7 +65,7 @@ def _several_ranges(operands: str) -> str:
 
 
 # Where several rules name one matmul, the reason of the last one stands.
-RULES = (
+FALLBACK_RULES = (
     Rule("conv", "grad", GRADIENT_MATMULS, _several_ranges("gradients")),
     Rule("conv", "weight", (INPUT_GRADIENT,), _range_per(SLICE, "weights")),
     Rule("linear", "weight", (INPUT_GRADIENT,), _range_per(SLICE, "weights")),
@@ -169,7 +169,7 @@ def _layer_reasons(layer: nn.Module, precision: LayerPrecision) -> dict[str, str
     reasons: dict[str, str] = {}
     for layer_name in layer_names:
         reasons |= _apply_rules(
-            [rule for rule in RULES if rule.layer == layer_name], slices
+            [rule for rule in FALLBACK_RULES if rule.layer == layer_name], slices
         )
     for layer_name in layer_names:
         reasons |= ALWAYS_SIMULATED.get(layer_name, {})

@@ -37,7 +37,7 @@ from cpt_extras.search.solved_schedules import (
     delay_steps,
 )
 
-COST_TOLERANCE = 1e-3  # relative to the budget
+BUDGET_TOLERANCE = 1e-3  # relative to the budget
 EXPONENT_RANGE = (-12.0, 12.0)  # the power of the warped profile is 2**exponent
 
 
@@ -122,9 +122,9 @@ def solve_schedule(
             q_min,
             q_max,
             delay_text,
-            COST_TOLERANCE,
+            BUDGET_TOLERANCE,
         )
-        if abs(budget - highest_cost) <= COST_TOLERANCE * highest_cost:
+        if abs(budget - highest_cost) <= BUDGET_TOLERANCE * highest_cost:
             return StaticSchedule(q_max, total_steps)
 
         # without a delay this is the budget to the last digit, which a schedule of the paper meets exactly
@@ -142,14 +142,14 @@ def solve_schedule(
     schedule = _adjust_steps(
         solved,
         (budget * total_steps - delay_cost) * baseline_cost,
-        COST_TOLERANCE * budget * total_steps * baseline_cost,
+        BUDGET_TOLERANCE * budget * total_steps * baseline_cost,
         costs,
     )
     delayed: Schedule = DelayedSchedule(schedule, hold) if hold else schedule
     cost_reached = mean_cost(delayed.bits())
-    if abs(cost_reached - budget) > COST_TOLERANCE * budget:
+    if abs(cost_reached - budget) > BUDGET_TOLERANCE * budget:
         raise ValueError(
-            f"no schedule of {total_steps} steps was found to cost {budget!r} to {100 * COST_TOLERANCE:g} %; "
+            f"no schedule of {total_steps} steps was found to cost {budget!r} to {100 * BUDGET_TOLERANCE:g} %; "
             f"the nearest is {cost_reached:.4f}"
         )
     return delayed

@@ -18,41 +18,29 @@ UNKNOWN_SPELLINGS = (
     "<oov>",
     "<OOV>",
 )  # words of their own here
+MARKER_WORDS = ("EOS", "eos", "EOL", "BOS", "bos", "SOS", "sos")
+STOPPED_WORDS = tuple(f"{word}." for word in MARKER_WORDS)
+# last or first characters of markers that are no words
+MARKER_SIGNS = ("\\n", "\u00b6", "\u23ce", "#", "|", "*")
 MARKER_SHAPES = (
     r"<\|?/?[A-Za-z][\w/.-]{0,20}\|?>",  # <eos>, </s>, <|endoftext|>
     r"\[/?[A-Za-z]{2,8}\]|\{/?[A-Za-z]{2,8}\}",  # [SEP], {eos}
     r"<<?/?[A-Za-z]{2,8} ?/?>>?|&lt;/?[A-Za-z]{1,8}/?&gt;",  # <<EOS>>, <br />, &lt;eos&gt;
     r"<\uff5c[^\uff5c\s]{1,40}\uff5c>",  # the same with wide bars
     r"__?(?:eos|EOS|bos|BOS|sos|SOS|end|END|start|START)__?",
-    r"(?<!\S)(?:(?:EOS|eos|EOL|BOS|bos|SOS|sos)\.?|\\n|\u00b6|\u23ce|\#{2,}|\|{1,3}|\*{2,})(?!\S)",  # alone
+    rf"(?<!\S)(?:{'|'.join(MARKER_WORDS)})\.?(?!\S)",
+    r"(?<!\S)(?:\\n|\u00b6|\u23ce|\#{2,}|\|{1,3}|\*{2,})(?!\S)",
 )
 MARKER = "|".join(MARKER_SHAPES)
 END_MARKER, START_MARKER = (
     re.compile(rf"({MARKER})\s*$"),
     re.compile(rf"^\s*({MARKER})"),
 )
-MARKER_WORDS = (
-    "EOS",
-    "eos",
-    "EOL",
-    "BOS",
-    "bos",
-    "SOS",
-    "sos",
-    "EOS.",
-    "eos.",
-    "EOL.",
-    "\\n",
-    "\u00b6",
-    "\u23ce",
-    "#",
-    "|",
-    "*",
-)
+# how markers end and begin: a quick look before the pattern
 MARKER_ENDS, MARKER_STARTS = (
-    (">", "]", "_", "}", "&gt;", *MARKER_WORDS),
-    ("<", "[", "_", "{", "&lt;", *MARKER_WORDS),
-)  # characters of the markers: a quick look
+    (">", "]", "_", "}", "&gt;", *MARKER_WORDS, *STOPPED_WORDS, *MARKER_SIGNS),
+    ("<", "[", "_", "{", "&lt;", *MARKER_WORDS, *MARKER_SIGNS),
+)
 MAX_MARKER_LENGTH = 48  # characters
 MIN_MARKED_SHARE = (
     0.9  # of the lines of a text: a marker that ends so many is the end of a line
