@@ -63,6 +63,8 @@ EXTENSIONS = {
     "exact_zeros": "cpt_extras.diagnostics.exact_zeros",  # warning: pruned weights whose grid has no 0
     "empty_ranges": "cpt_extras.diagnostics.empty_ranges",  # warning: evaluation without running ranges
     "added_modules": "cpt_extras.diagnostics.added_modules",  # warning: layers added after conversion
+    "not_intercepted": "cpt_extras.diagnostics.not_intercepted",  # MACs of operations without a handler
+    "silent_layers": "cpt_extras.diagnostics.silent_layers",  # warning: weights of which no operation is intercepted
     "missing_steps": "cpt_extras.diagnostics.missing_steps",  # warning: training loops that never call step()
     "constant_features": "cpt_extras.kernels.constant_features",  # cache of results of features that never change
     "follow": "cpt_extras.integrations.optimizer_hooks",  # schedulers that step with an optimizer

@@ -23,9 +23,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from torch import nn
 from cpt_core import extensions
 from cpt_core.bitops.conventions import (
     CONVENTIONS,
+    is_matmul,
     priced_passes,
     row_name,
 )
@@ -41,13 +42,18 @@ from cpt_core.bitops.shadow import meta_copy, preserve_state
 from cpt_core.bitops.tally import (
     IN_FLOAT32,
     Formats,
+    NotIntercepted,
     Tally,
     describe_float32,
     largest_layers,
     widest,
 )
 from cpt_core.quantization.active_bits import AFFINE_GRIDS, AffineGrids
-from cpt_core.quantization.convert import all_precisions, precision_of
+from cpt_core.quantization.convert import (
+    all_precisions,
+    layer_weights,
+    precision_of,
+)
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
@@ -80,6 +86,7 @@ class BitOpsPlan:
         unpriced: layer -> MACs of one forward pass that the convention does not price: "paper" matmuls outside of
             layers, both of attention, and sums over neighbours; "per_op" upsampling, which copies.
         tally: counted MACs, for other prices.
+        not_intercepted: work that was not intercepted: it runs in float32, and no number of this plan includes it.
     """
 
     convention: str
@@ -91,6 +98,7 @@ class BitOpsPlan:
     at_32_bits: float
     unpriced: Mapping[str, int]
     tally: Tally = field(repr=False)
+    not_intercepted: NotIntercepted = field(default_factory=NotIntercepted)
 
     @property
     def forward_macs(self) -> int:
@@ -153,7 +161,9 @@ class BitOpsPlan:
         lines.append(
             f"{self.relative_to_float32:.4f} of the BitOps of the same operations in float32"
         )
-        lines.append(describe_float32(self.float32))
+        lines.append(
+            describe_float32(self.float32, not_intercepted=self.not_intercepted)
+        )
         paper, per_op = self.by_convention["paper"], self.by_convention["per_op"]
         if self.convention == "paper":
             lines.append(
@@ -204,20 +214,61 @@ def count_bitops(
     check_types(count_bitops, {"model": model, "schedule": schedule}, parts=True)
     check_choice("convention", convention, CONVENTIONS)
     q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
-    operations = count_step(model, inputs)
-    return price(
-        operations, formats_per_layer(model, operations, schedule, q_grad), convention
-    )
+    step = run_step(model, inputs)
+    formats = formats_per_layer(model, step.operations, schedule, q_grad)
+    plan = price(step.operations, formats, convention)
+    return replace(plan, not_intercepted=step.not_intercepted(model))
 
 
 # --- operations of a step ---
 
 
+class CountedStep(NamedTuple):
+    """Work of one forward pass.
+
+    Attributes:
+        operations: intercepted operations.
+        macs_not_intercepted: layer -> MACs of matmuls and convolutions that were not intercepted.
+    """
+
+    operations: list[Operation]
+    macs_not_intercepted: Counter[str]
+
+    def not_intercepted(self, model: nn.Module) -> NotIntercepted:
+        """Return the work that was not intercepted."""
+        matmuls = [o for o in self.operations if is_matmul(o) and not o.is_recomputed]
+        total = sum(o.macs for o in matmuls) + self.macs_not_intercepted.total()
+        shares = {
+            layer: macs / total
+            for layer, macs in self.macs_not_intercepted.items()
+            if macs
+        }
+        active_layers = {o.layer for o in self.operations}.union(shares)
+        weights = layer_weights(model)
+        # layers may share a weight, whose operations belong to the first of them
+        active_weights = {
+            id(weight)
+            for layer in active_layers.intersection(weights)
+            for weight in weights[layer]
+        }
+        silent_layers = []
+        for layer, layer_tensors in weights.items():
+            is_shared = any(id(weight) in active_weights for weight in layer_tensors)
+            if layer not in active_layers and not is_shared:
+                silent_layers.append(layer)
+        return NotIntercepted(shares, tuple(silent_layers))
+
+
 def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
-    """Return the operations of one forward pass."""
+    """Return the intercepted operations of one forward pass."""
+    return run_step(model, inputs).operations
+
+
+def run_step(model: nn.Module, inputs: tuple[Any, ...]) -> CountedStep:
+    """Return the work of one forward pass."""
     check_inputs(inputs)
     try:
-        operations = _count(model, inputs, on_meta=True)
+        step = _count(model, inputs, on_meta=True)
     except Exception as problem:
         tensors = (*model.parameters(), *model.buffers(), *tensors_in(inputs))
         if any(tensor.is_meta for tensor in tensors):
@@ -225,17 +276,19 @@ def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
                 f"{type(model).__name__} does not run on shapes alone ({problem!r:.160}); give the model and its "
                 "inputs real data, on a device that computes"
             ) from problem
-        operations = _count(model, inputs, on_meta=False)
-    if not operations:
+        step = _count(model, inputs, on_meta=False)
+    if not step.operations:
         raise ValueError(
             f"nothing to count in {type(model).__name__}: no matmul, convolution or normalisation ran"
         )
-    return operations
+    return step
 
 
-def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Operation]:
+def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> CountedStep:
     shadow = meta_copy(model, on_meta)
     operations: list[Operation] = []
+    macs_not_intercepted: Counter[str] = Counter()
+    forward_counter = extensions.load_optional("not_intercepted")
     reached = set[int]()  # operations whose gradient arrives
 
     def report(operation: Operation) -> Any:
@@ -248,7 +301,12 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
         report_operations(model, report),
         report_operations(shadow, report),
     ):
-        outputs = list(tensors_in(shadow(*copy_inputs(inputs, on_meta, {}))))
+        shadow_inputs = copy_inputs(inputs, on_meta, {})
+        if forward_counter is None:
+            outputs = list(tensors_in(shadow(*shadow_inputs)))
+        else:
+            with forward_counter.count_forward(shadow, macs_not_intercepted):
+                outputs = list(tensors_in(shadow(*shadow_inputs)))
         num_forward = len(operations)
         # if the backward pass fails, every operation is assumed to have one
         with suppress(Exception):
@@ -260,7 +318,7 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> list[Ope
                     weight=operation.weight and i in reached,
                     is_recomputed=i >= num_forward,
                 )
-    return operations
+    return CountedStep(operations, macs_not_intercepted)
 
 
 # --- prices ---

@@ -49,6 +49,7 @@ def meta_copy(model: nn.Module, on_meta: bool) -> nn.Module:
         precision = precision_of(module)
         if precision is not None:
             precision.set_bits(None, None)
+            precision.issued_warnings = None
     return shadow.to("meta") if on_meta else shadow
 
 

@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from cpt_core import extensions
 from cpt_core.bitops.conventions import is_matmul, row_name
-from cpt_core.bitops.plan import count_step
-from cpt_core.bitops.tally import ForwardMacs, describe_float32
+from cpt_core.bitops.plan import run_step
+from cpt_core.bitops.tally import ForwardMacs, NotIntercepted, describe_float32
 from cpt_core.quantization.convert import float32_reason, layer_parts, precision_of
 from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.validation import check_types
@@ -70,11 +70,13 @@ class Summary:
         rows: one row per module.
         float32_shares: layer -> share of the model's forward MACs that runs in float32 in it; None without inputs.
         active_precisions: bits and execution of quantised layers, as in their ``repr`` -> number of layers.
+        not_intercepted: work that runs in float32 without being intercepted; not part of any share; empty without inputs.
     """
 
     rows: tuple[LayerSummary, ...]
     float32_shares: Mapping[str, float] | None = None
     active_precisions: dict[str, int] = field(default_factory=dict)
+    not_intercepted: NotIntercepted = field(default_factory=NotIntercepted)
 
     @property
     def in_force(self) -> dict[str, int]:
@@ -109,7 +111,11 @@ class Summary:
                 f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {share}{r}"
             )
         if self.float32_shares is not None:
-            lines.append(describe_float32(self.float32_shares, "float32_shares"))
+            lines.append(
+                describe_float32(
+                    self.float32_shares, "float32_shares", self.not_intercepted
+                )
+            )
         for description, count in self.active_precisions.items():
             noun = "layer" if count == 1 else "layers"
             lines.append(f"active in {count} {noun}: {description}")
@@ -125,8 +131,8 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             every module in the forward MACs, and modules that run matmuls without parameters.
     """
     check_types(summary, {"model": model})
-    by_module, float32_shares = (
-        (None, None) if inputs is None else _count(model, inputs)
+    by_module, float32_shares, not_intercepted = (
+        (None, None, NotIntercepted()) if inputs is None else _count(model, inputs)
     )
     shares = {} if by_module is None else by_module.shares()
     modules, parts = dict(model.named_modules()), layer_parts(model)
@@ -158,7 +164,9 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
                 name, type(module).__name__, num_parameters, reason, share, **details
             )
         )
-    return Summary(tuple(rows), float32_shares, dict(layers_by_description))
+    return Summary(
+        tuple(rows), float32_shares, dict(layers_by_description), not_intercepted
+    )
 
 
 def _describe_added(caller: str | None) -> tuple[str, dict[str, Any]]:
@@ -185,15 +193,16 @@ def _describe_layer(
 
 def _count(
     model: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[ForwardMacs, dict[str, float]]:
-    """Return the forward MACs of every module, and layer -> share of all that runs in float32 in it."""
+) -> tuple[ForwardMacs, dict[str, float], NotIntercepted]:
+    """Return the forward MACs of every module, layer -> share in float32, and work that was not intercepted."""
     converted = {
         name for name, m in model.named_modules() if precision_of(m) is not None
     }
     by_module, forward = ForwardMacs(), ForwardMacs()
-    for operation in count_step(model, inputs):
+    step = run_step(model, inputs)
+    for operation in step.operations:
         if is_matmul(operation):
             is_quantized = operation.owner in converted
             by_module.add(operation.layer, operation.macs, is_quantized)
             forward.add(row_name(operation), operation.macs, is_quantized)
-    return by_module, forward.float32_shares()
+    return by_module, forward.float32_shares(), step.not_intercepted(model)

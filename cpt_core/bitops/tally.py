@@ -149,16 +149,67 @@ def widest(formats: Iterable[Formats]) -> Formats:
     return Formats(*(max(role, key=bits_of) for role in zip(*distinct, strict=True)))
 
 
-def describe_float32(shares: Mapping[str, float], where: str = "float32") -> str:
-    """Return a sentence with the share of forward MACs in float32 and its largest layers.
+@dataclass(frozen=True)
+class NotIntercepted:
+    """Work of a forward pass that was not intercepted, so that it runs in float32 and has no price.
 
-    ``where``: name of the attribute that holds the shares of all layers.
+    Attributes:
+        shares: layer -> share of all forward MACs of matmuls and convolutions that was not intercepted in it.
+        silent_layers: other converted layers that hold weights, of which no operation was intercepted.
     """
-    if not shares:
-        return "all matmuls and convolutions run quantised"
-    share = f"{sum(shares.values()):.1%}"
-    layers = largest_layers(shares, ".1%", where)
-    return f"{share} of the forward MACs of matmuls and convolutions run in float32: {layers}"
+
+    shares: Mapping[str, float] = field(default_factory=dict)
+    silent_layers: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.shares or self.silent_layers)
+
+
+def describe_float32(
+    shares: Mapping[str, float],
+    where: str = "float32",
+    not_intercepted: NotIntercepted | None = None,
+) -> str:
+    """Return sentences with the share of forward MACs in float32 and its largest layers.
+
+    Args:
+        shares: layer -> share of the intercepted forward MACs that runs in float32.
+        where: name of the attribute that holds the shares of all layers.
+        not_intercepted: work that was not intercepted.
+    """
+    not_intercepted = not_intercepted or NotIntercepted()
+    if shares:
+        share = f"{sum(shares.values()):.1%}"
+        layers = largest_layers(shares, ".1%", where)
+        lines = [
+            f"{share} of the forward MACs of matmuls and convolutions run in float32: {layers}"
+        ]
+    elif not_intercepted:
+        lines = ["all intercepted matmuls and convolutions run quantised"]
+    else:
+        lines = ["all matmuls and convolutions run quantised"]
+
+    if not_intercepted.shares:
+        share = f"{sum(not_intercepted.shares.values()):.1%}"
+        layers = largest_layers(not_intercepted.shares, ".1%", "not_intercepted.shares")
+        lines.append(
+            f"{share} of all forward MACs are not intercepted: they run in float32 and are not counted here: {layers}; "
+            "check(model, inputs) lists their operations"
+        )
+    if not_intercepted.silent_layers:
+        names = [_display_name(name) for name in not_intercepted.silent_layers]
+        shown = ", ".join(names[:MAX_LISTED_LAYERS])
+        num_omitted = len(names) - MAX_LISTED_LAYERS
+        more = (
+            f", {num_omitted} more in .not_intercepted.silent_layers"
+            if num_omitted > 0
+            else ""
+        )
+        lines.append(
+            f"no matmul or convolution was intercepted in {shown}{more}: others are not counted; "
+            "check(model, inputs) lists those that it knows"
+        )
+    return "\n".join(lines)
 
 
 def largest_layers(by_layer: Mapping[str, float], form: str, where: str) -> str:

@@ -18,8 +18,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core import extensions
@@ -423,6 +424,26 @@ def has_own_forward(module: nn.Module) -> bool:
     )
 
 
+def layer_weights(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return layer -> its weights, for the converted layers that hold any.
+
+    Weights are tensors of two or more dimensions, except embeddings and tensors (1, T, C), which are added to tokens.
+    """
+    parts, modules = layer_parts(model), dict(model.named_modules())
+    weights: dict[str, list[Tensor]] = {}
+    for name, module in modules.items():
+        layer_name = parts[name] if name in parts else name
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding or precision_of(modules[layer_name]) is None:
+            continue
+        for parameter in module._parameters.values():
+            if parameter is None or is_lazy(parameter):
+                continue
+            if parameter.dim() > 1 and len(parameter) > 1:
+                weights.setdefault(layer_name, []).append(parameter)
+    return weights
+
+
 def layer_parts(model: nn.Module) -> dict[str, str]:
     """Return part -> layer for modules that belong to a layer.
 
@@ -566,6 +587,16 @@ def warn_of_added_modules(model: nn.Module) -> None:
             continue
         if "_graph" in vars(module) or holds_weights(module):
             extensions.services("added_modules").warn_of_added_modules(model)
+            return
+
+
+def warn_of_silent_layers(
+    model: nn.Module, precisions: Mapping[str, LayerPrecision]
+) -> None:
+    """Warn once of converted layers that hold weights and have run without an intercepted operation."""
+    for precision in precisions.values():
+        if precision.was_entered and not precision.has_run:
+            extensions.services("silent_layers").warn_of_silent_layers(model)
             return
 
 

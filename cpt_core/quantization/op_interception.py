@@ -444,6 +444,12 @@ def enter_module(module: nn.Module, args: Any) -> None:
     # a precision that is no child of the module does not follow its mode
     if precision is not None and precision.training != module.training:
         precision.train(module.training)
+    if (
+        not torch.compiler.is_compiling()
+        and precision is not None
+        and not precision.has_run
+    ):
+        vars(precision)["was_entered"] = True
     interception.mode.enter(module, interception)
 
 

@@ -95,6 +95,8 @@ class LayerPrecision(nn.Module):
     recomputes = False
     # whether the layer has run a matmul
     has_run = False
+    # whether the forward of the layer was called before it ran a matmul
+    was_entered = False
     # whether running ranges may be empty; checked once after every change of mode
     ranges_unchecked = True
     # whether weights were loaded from a state_dict after the conversion

@@ -25,7 +25,11 @@ from torch.optim import Optimizer
 from cpt_core import extensions
 from cpt_core.numerics import NUMERICS, NUMERICS_WITHOUT_VERSION
 from cpt_core.quantization.active_bits import ALL_FLOAT32
-from cpt_core.quantization.convert import all_precisions, warn_of_added_modules
+from cpt_core.quantization.convert import (
+    all_precisions,
+    warn_of_added_modules,
+    warn_of_silent_layers,
+)
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import RoleLevels, Schedule
 from cpt_core.validation import (
@@ -170,11 +174,12 @@ class PrecisionScheduler:
             self._search_added_modules()
 
     def _search_added_modules(self) -> None:
-        """Warn of modules that were added after ``quantize_``, at most once per step."""
+        """Warn of modules that were added after ``quantize_``, and of layers without operations, once per step."""
         model = None if self._model is None else self._model()
         if model is not None and self._searched_at != self.last_step:
             self._searched_at = self.last_step
             warn_of_added_modules(model)
+            warn_of_silent_layers(model, all_precisions(model))
 
     def get_last_bits(self) -> list[int]:
         """Return the forward bits of every schedule at the current step, in the order given.
@@ -424,7 +429,8 @@ def precision(
             ``PrecisionScheduler`` has been made.
 
     Warns:
-        QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32.
+        QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32; and
+            after the block for layers that hold weights and ran no intercepted operation.
     """
     layers = all_precisions(model)
     bits_by_pattern = bits if isinstance(bits, Mapping) else {"*": bits}
@@ -446,6 +452,7 @@ def precision(
             layer.set_levels(levels)
             layer.is_fixed = True
         yield model
+        warn_of_silent_layers(model, layers)
     finally:
         schedulers = []
         for saved in former_bits:

@@ -38,7 +38,7 @@ from cpt_extras.diagnostics.invariances import (
     Invariance,
     find_invariances,
 )
-from cpt_extras.diagnostics.not_intercepted import NotIntercepted
+from cpt_extras.diagnostics.not_intercepted import NotInterceptedCounter
 from cpt_extras.diagnostics.repeated_runs import simulated
 
 CHECK_BITS = 8  # arbitrary: the operations do not depend on the bits
@@ -280,7 +280,7 @@ def check(
 
         return on_gradient
 
-    not_intercepted = NotIntercepted(model, macs)
+    not_intercepted = NotInterceptedCounter(model, macs)
     with (
         preserve_state(model, inputs),
         simulated(all_precisions(model)),

@@ -1,12 +1,15 @@
 """Matmuls and convolutions that no handler intercepted, for ``check``.
 
-``NotIntercepted`` counts them; ``macs_of`` returns the multiply-accumulates of an operator of torch.
+``NotInterceptedCounter`` counts them, ``count_forward`` those of a forward pass; ``macs_of`` returns the
+multiply-accumulates of an operator of torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
 
 
-class NotIntercepted(TorchDispatchMode):
+class NotInterceptedCounter(TorchDispatchMode):
     """Mode that counts the matmuls and convolutions that torch executes outside of the handlers of the model's mode.
 
     Inside handlers torch functions are disabled, which distinguishes their operations from others. A backward pass is
@@ -32,9 +35,9 @@ class NotIntercepted(TorchDispatchMode):
         super().__init__()
         self.macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
         self._total = total
-        self._mode: QuantizedOpsMode = next(
-            getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK)
-        )
+        modes = (getattr(m, HOOK).mode for m in model.modules() if hasattr(m, HOOK))
+        # None for a model that is not converted
+        self._mode: QuantizedOpsMode | None = next(modes, None)
         # by sequence number of an autograd node: its module, and whether it was made in a handler
         self._origins: dict[int, tuple[str, bool]] = {}
 
@@ -47,7 +50,7 @@ class NotIntercepted(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        stack = self._mode.running.stack
+        stack = [] if self._mode is None else self._mode.running.stack
         # a module that runs in a backward pass recomputes its forward pass
         node = None if stack else torch._C._current_autograd_node()
         if node is None:
@@ -68,6 +71,17 @@ class NotIntercepted(TorchDispatchMode):
             if macs:
                 self.macs[layer, _name(func), node is not None, False, False] += macs
         return output
+
+
+@contextmanager
+def count_forward(model: nn.Module, macs: Counter[str]) -> Iterator[None]:
+    """Add the MACs of a forward pass that are not intercepted to ``macs``, layer -> MACs."""
+    total: Counter[Any] = Counter()
+    with NotInterceptedCounter(model, total):
+        yield
+    for (layer, _, is_backward, *_), count in total.items():
+        if not is_backward:
+            macs[layer] += count
 
 
 def _name(func: Any) -> str:

@@ -108,3 +108,132 @@ def test_summary_names_layers_without_quantized_matmul():
     assert [row.name for row in report.quantized] == ["head"]
     checked = cpt.check(model, (X,), invariances=False)
     assert {e.layer for e in checked.float32} == {""}
+
+
+# --- operations that are not intercepted --------------------------------------------
+
+NOT_INTERCEPTED = {  # function of an input (4, 8) and a weight (32, 8)
+    "cdist": torch.cdist,
+    "convolution": lambda x, w: torch.convolution(
+        x[..., None], w[..., None], None, [1], [0], [1], False, [0], 1
+    ),
+    "conv_tbc": lambda x, w: torch.conv_tbc(
+        x[None], w.view(2, 8, 16), torch.zeros(16), 1
+    ),
+    "addbmm": lambda x, w: torch.addbmm(torch.zeros(1), x[None], w.mT[None]),
+    "addmm_": lambda x, w: torch.zeros(4, 32).addmm_(x, w.mT),
+    "sparse": lambda x, w: torch.sparse.mm(w.to_sparse(), x.mT).mT,
+    "addr": lambda x, w: torch.addr(torch.zeros(4, 256), x[:, 0], w.flatten()),
+}
+
+
+def not_intercepted(name, is_child=True):
+    """Return a model of a linear layer and a function that is not intercepted."""
+    weight = nn.Parameter(torch.randn(32, 8))
+    linear, function = nn.Linear(8, 8), NOT_INTERCEPTED[name]
+    if is_child:
+        inner = FunctionModule(lambda m, x: function(x, m.w), w=weight)
+        return cpt.quantize_(nn.Sequential(linear, inner))
+    model = FunctionModule(
+        lambda m, x: function(m.linear(x), m.w), w=weight, linear=linear
+    )
+    return cpt.quantize_(model)
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+@pytest.mark.parametrize("name", NOT_INTERCEPTED)
+def test_reports_count_operations_not_intercepted(name, is_child):
+    """Compare the share with ``check``, and do not say that all is quantised."""
+    model, x = not_intercepted(name, is_child), torch.randn(4, 8)
+    schedule = cpt.StaticSchedule(3, 9)
+    plan, report = cpt.count_bitops(model, (x,), schedule), cpt.summary(model, (x,))
+    layer = "1" if is_child else ""
+    assert plan.not_intercepted == report.not_intercepted
+    executed = cpt.check(model, (x,), invariances=False)
+    share = sum(e.macs for e in executed.float32) / executed.forward.total
+    # torch's counter knows neither addr nor addbmm
+    if share:
+        assert plan.not_intercepted.shares == {layer: share}
+        assert f"{share:.1%} of all forward MACs are not intercepted" in str(plan)
+    else:
+        assert plan.not_intercepted.silent_layers == (layer,)
+    for text in (str(plan), str(report)):
+        assert "all matmuls and convolutions" not in text
+        assert "all intercepted matmuls and convolutions run quantised" in text
+
+
+@pytest.mark.parametrize("name", NOT_INTERCEPTED)
+@pytest.mark.parametrize("is_child", [True, False])
+def test_silent_layer_warning_after_first_pass(name, is_child):
+    """Warn once, by the scheduler or by a precision block."""
+    model, x = not_intercepted(name, is_child), torch.randn(4, 8)
+    scheduler = cpt.PrecisionScheduler(model, cpt.StaticSchedule(3, 9))
+    model(x)
+    layer = "1" if is_child else r"\(model\)"
+    text = f"80% of the weights .* intercepted in {layer}"
+    with pytest.warns(cpt.QuantizationWarning, match=text):
+        scheduler.step()
+    for _ in range(3):
+        model(x)
+        scheduler.step()
+
+    model = not_intercepted(name, is_child)
+    with pytest.warns(cpt.QuantizationWarning, match=text):
+        with cpt.precision(model, 4):
+            model(x)
+
+
+def shared_weights():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    return nn.Sequential(first, second)
+
+
+def weight_of_child():
+    """Return a model that multiplies by the weight of a child, which does not run."""
+    child = nn.Linear(8, 8)
+    return FunctionModule(lambda m, x: x @ m.child.weight, child=child)
+
+
+def lists_of_weights():
+    weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
+    return FunctionModule(lambda m, x: x @ m.ws[0] @ m.ws[1], ws=weights)
+
+
+def embedding():
+    head = nn.Linear(8, 3)
+    return FunctionModule(
+        lambda m, x: m.head(m.table(x[:, 0].long())),
+        head=head,
+        table=nn.Embedding(50, 8),
+    )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "make", [shared_weights, weight_of_child, lists_of_weights, embedding]
+)
+def test_silent_layers_spare_layers_with_operations(make):
+    model, x = cpt.quantize_(make()), torch.rand(4, 8)
+    scheduler = cpt.PrecisionScheduler(model, cpt.StaticSchedule(3, 9))
+    for _ in range(2):
+        model(x)
+        scheduler.step()
+    assert not cpt.summary(model, (x,)).not_intercepted
+    assert "all matmuls and convolutions run quantised" in str(
+        cpt.count_bitops(model, (x,), cpt.StaticSchedule(3, 9))
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_layer_that_does_not_run_gives_no_warning():
+    """List an unused layer, which may be used in training alone."""
+    model = FunctionModule(
+        lambda m, x: m.used(x), used=nn.Linear(8, 8), unused=nn.Linear(8, 8)
+    )
+    cpt.quantize_(model)
+    with cpt.precision(model, 4):
+        model(torch.randn(4, 8))
+    report = cpt.summary(model, (torch.randn(4, 8),))
+    assert report.not_intercepted.silent_layers == ("unused",)
+    assert "no matmul or convolution was intercepted in unused" in str(report)
