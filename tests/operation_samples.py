@@ -139,7 +139,7 @@ OPERATIONS = {
         lambda m, x: x.matmul(m.w.t()), (4, 6), [X], [120], [LAST, LAST]
     ),
     "two inputs": OperationSample(
-        lambda m, x, y: x @ y, NO_WEIGHT, [Y, (2, 6, 3)], [108], [None, LAST, (-2,)]
+        lambda m, x, y: x @ y, NO_WEIGHT, [Y, (2, 6, 3)], [108], SCORES
     ),
     "keys": OperationSample(lambda m, x, y: x @ y.mT, NO_WEIGHT, [Y, Y], [108], SCORES),
     "mm": OperationSample(

@@ -346,10 +346,10 @@ def _roles(
             role: replace(quantizer, zero_point=True)
             for role, quantizer in roles.items()
         }
+        running_quantizer = Quantizer("per_tensor", running=True, zero_point=True)
+        roles["untracked_input"] = running_quantizer
         if has_weights:
-            roles["masked_input"] = Quantizer(
-                "per_tensor", running=True, zero_point=True
-            )
+            roles["masked_input"] = running_quantizer
     if kind in (
         "linear",
         "conv",

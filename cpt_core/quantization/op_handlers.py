@@ -6,7 +6,8 @@ passes its operations to ``mode.run``. The role of an operand follows from what 
 - a weight is a parameter, a view of one, or the weight argument of a torch function: one range per output;
 - the other operand of the weight of an ``nn.Linear`` or a convolution is the layer's input: one running range;
 - the other operand of any other weight is an input with one range per vector, or per position of a convolution;
-- two operands of which neither is a weight are those of attention: one range per token each, see ``run_matmul``.
+- two operands of which neither is a weight are those of attention: one range per token each, see ``run_matmul``; an
+  operand whose features are not tracked has one running range.
 
 So no range spans samples, tokens or nodes, except for running ranges, which evaluation does not change. In eager code
 the memory layout of a tensor has no influence, see ``feature_axes``. Outside of the paper's layers every grid has a
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from cpt_core.quantization import fake_quantize
+from cpt_core.quantization.feature_axes import TensorMark
 from cpt_core.quantization.op_interception import (
     OP_HANDLERS,
     Interception,
@@ -106,10 +108,13 @@ def weight_op_roles(
         return input_role(layer, kind), f"{kind}_weight"
     if layer.kind == kind:
         return f"{kind}_input", "computed_weight"
-    has_range = (
-        layer.precision is not None and "masked_input" in layer.precision.quantizers
-    )
+    has_range = has_role(layer, "masked_input")
     return "masked_input" if has_range else input_role(layer, kind), f"{kind}_weight"
+
+
+def has_role(layer: Interception, role: str) -> bool:
+    """Return whether a layer has a quantiser of a role."""
+    return layer.precision is not None and role in layer.precision.quantizers
 
 
 def in_full_precision(layer: Interception) -> Interception:
@@ -203,7 +208,7 @@ def run_convolution(
 
     y = in_float32(layer.precision, input, run, batch, weight, bias)
     y = y.squeeze(0) if is_unbatched else y
-    mode.running.features.mark(y, (0 if is_unbatched else 1) - y.dim())
+    mode.running.features.mark(y, TensorMark(dim=1 - weight.dim()))
     return y
 
 
@@ -228,47 +233,151 @@ def run_matmul(
 ) -> Tensor:
     """Return ``compute(a, b, bias)``, linear in a (..., M, K) and b (..., K, N), with quantised operands.
 
-    Both operands have ranges along the sum, over K, unless K counts positions and neither is a weight, as in
-    ``probabilities @ values`` and ``keys.mT @ values``: keys and values have a range per position, over their features.
-    A range over the positions would let masked ones, which are multiplied by 0, change the others.
+    A weight and its other operand have ranges along the sum, over K. Of two activations, each has a range for every
+    vector of its features, whether these are summed over, as in ``queries @ keys.mT``, or not, as values in
+    ``probabilities @ values``. A range over tokens would let masked ones, which are multiplied by 0, change the others.
     """
     is_first_weight, is_second_weight = mode.is_weight(a), mode.is_weight(b)
-    module = mode.running.stack[-1]
-    layer = module.interception
+    layer = mode.running.stack[-1].interception
     if is_second_weight:
         layer = mode.find_layer(b)
     elif is_first_weight:
         layer = mode.find_layer(a)
-    is_scaling = a.shape[-1:] == (1,) and tuple(a.shape[-2:]) not in (
-        *module.probabilities,
-        *module.scores,
-    )
+    features = mode.running.features
+    marks = features.mark_of(a), features.mark_of(b)
+    weights_tokens = marks[0].weights_tokens or marks[1].weights_tokens
+    is_scaling = a.shape[-1:] == (1,) and not weights_tokens
     if is_scaling and layer.kind != "linear":
         layer = in_full_precision(layer)
-    weight_roles = input_role(layer, "linear"), "linear_weight"
-    features = mode.running.features
-    are_turned = features.dim(a) == -2, features.dim(b) == -2
+    sums = sums_features(a, marks[0], -1), sums_features(b, marks[1], -2)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         operands = a, b, bias
-        if is_second_weight and b.dim() > 1:
-            return _run_matmul(
-                mode, layer, compute, operands, weight_roles, transposed=(False, True)
-            )
-        if is_first_weight and a.dim() > 1:
-            is_matrix = b.dim() > 1
-            return _run_matmul(
-                mode,
-                layer,
-                compute,
-                operands,
-                weight_roles,
-                transposed=(False, is_matrix),
-                is_swapped=True,
-            )
-        return _multiply_activations(mode, layer, compute, operands, are_turned)
+        if is_second_weight or is_first_weight:
+            weight_roles = input_role(layer, "linear"), "linear_weight"
+            is_swapped = not is_second_weight
+            if (a if is_swapped else b).dim() > 1:
+                return _run_weight_matmul(
+                    mode, layer, compute, operands, weight_roles, is_swapped
+                )
+        # the weight may be masked, so that some inputs must not influence an output
+        if marks[1].is_computed_weight and sums[0]:
+            roles = weight_op_roles(mode, layer, "linear", b)
+            return _run_weight_matmul(mode, layer, compute, operands, roles, False)
+        if marks[0].is_computed_weight and sums[1]:
+            roles = weight_op_roles(mode, layer, "linear", a)
+            return _run_weight_matmul(mode, layer, compute, operands, roles, True)
+        return _multiply_activations(mode, layer, compute, operands, sums)
 
-    return in_float32(layer.precision, a, run, a, b, bias)
+    y = in_float32(layer.precision, a, run, a, b, bias)
+    if not torch.compiler.is_compiling():
+        are_weights = (
+            is_first_weight or marks[0].is_computed_weight or mode.is_buffer(a),
+            is_second_weight or marks[1].is_computed_weight,
+        )
+        has_vector = a.dim() == 1 or b.dim() == 1
+        dim = output_feature_dim(marks, sums, are_weights, is_scaling, has_vector)
+        is_score = sums == (True, True) and not any(are_weights)
+        features.mark(y, TensorMark(dim, is_score, all(are_weights)))
+    return y
+
+
+def sums_features(x: Tensor, mark: TensorMark, summed_dim: int) -> bool | None:
+    """Return whether a matmul sums over the features of an operand; None if neither axis is known to have them.
+
+    Args:
+        x: the operand.
+        mark: its mark.
+        summed_dim: dimension that the matmul sums over, -1 or -2.
+    """
+    if x.dim() == 1:
+        return None if mark.dim is None else True
+    if mark.dim not in (-1, -2):
+        return None
+    return mark.dim == summed_dim
+
+
+def output_feature_dim(
+    marks: tuple[TensorMark, TensorMark],
+    sums: tuple[bool | None, bool | None],
+    are_weights: tuple[bool, bool],
+    is_scaling: bool,
+    has_vector: bool,
+) -> int | None:
+    """Return the feature dimension of a matmul of a (..., M, K) and b (..., K, N); None if it is not known.
+
+    Args:
+        marks: marks of a and b.
+        sums: whether the matmul sums over the features of a, and of b.
+        are_weights: whether a and b are weights, or buffers.
+        is_scaling: whether it sums over one element, as frequencies times positions.
+        has_vector: whether a or b has one dimension.
+    """
+    if has_vector:
+        return None if None in (marks[0].dim, marks[1].dim) else -1
+    if is_scaling and sums[0] is False:
+        return -2
+    if are_weights == (True, False):
+        return {True: -2, False: -1, None: marks[1].dim}[sums[1]]
+    if are_weights == (False, True):
+        return {True: -1, False: -2, None: marks[0].dim}[sums[0]]
+    return OUTPUT_DIMS[sums]
+
+
+# whether the sum is over the features of a and of b -> feature dimension of a @ b
+OUTPUT_DIMS: dict[tuple[bool | None, bool | None], int | None] = {
+    (True, True): -1,
+    (True, False): -1,
+    (True, None): -1,
+    (False, True): -2,
+    (False, False): -1,
+    (False, None): None,
+    (None, True): None,
+    (None, False): -1,
+    (None, None): None,
+}
+
+
+def _run_weight_matmul(
+    mode: QuantizedOpsMode,
+    layer: Interception,
+    compute: Compute,
+    operands: Operands,
+    roles: tuple[str, str],
+    is_swapped: bool,
+) -> Tensor:
+    """Return a matmul with a weight, both ranges along the sum; ``is_swapped``: the first operand is the weight."""
+    return _run_matmul(
+        mode,
+        layer,
+        compute,
+        operands,
+        roles,
+        transposed=(False, operands[1].dim() > 1),
+        is_swapped=is_swapped,
+    )
+
+
+class _Arrangement(NamedTuple):
+    """Roles and ranges of a matmul of two activations, the arguments of ``_run_matmul``."""
+
+    roles: tuple[str, str]
+    transposed: tuple[bool, bool]
+    along: tuple[int | None, int | None]
+    is_swapped: bool
+
+
+# whether the sum is over the features of the first and the second operand -> arrangement
+ARRANGEMENTS = {
+    # queries times transposed keys
+    (True, True): _Arrangement(ATTENTION_SCORES, (False, True), (None, -1), False),
+    # probabilities times values
+    (True, False): _Arrangement(ATTENTION_CONTEXT, (False, False), (None, None), False),
+    # transposed values times transposed probabilities
+    (False, True): _Arrangement(ATTENTION_CONTEXT, (True, True), (-1, -2), True),
+    # transposed keys times values
+    (False, False): _Arrangement(ATTENTION_CONTEXT, (True, False), (-2, -2), False),
+}
 
 
 def _multiply_activations(
@@ -276,50 +385,40 @@ def _multiply_activations(
     layer: Interception,
     compute: Compute,
     operands: Operands,
-    are_turned: tuple[bool, bool],
+    sums: tuple[bool | None, bool | None],
 ) -> Tensor:
     """Return the matmul of a (..., M, K) and b (..., K, N), neither of them a weight.
 
-    ``are_turned``: whether the features of a and b are their rows, see ``feature_axes``.
+    Each has one range for every vector of features. An untracked operand has one running range.
+    ``sums``: whether the matmul sums over the features of a, and of b; None where they are not tracked.
     """
     a, b, _ = operands
-
-    def context(
-        transposed: tuple[bool, bool], along: tuple[int, int], is_swapped: bool = False
-    ) -> Tensor:
-        roles = ATTENTION_CONTEXT
-        return _run_matmul(
-            mode,
-            layer,
-            compute,
-            operands,
-            roles,
-            transposed=transposed,
-            along=along,
-            is_swapped=is_swapped,
+    roles, transposed, along, is_swapped = ARRANGEMENTS[
+        sums[0] is not False, sums[1] is not False
+    ]
+    if sums == (True, True) and layer.is_paper_attention:
+        return _run_matmul(mode, layer, compute, operands, roles)
+    if None in sums:
+        if not has_role(layer, "untracked_input"):
+            layer = in_full_precision(layer)
+        is_untracked = [sum_ is None for sum_ in sums]
+        if is_swapped:
+            is_untracked.reverse()
+        first, second = (
+            "untracked_input" if untracked else role
+            for untracked, role in zip(is_untracked, roles, strict=True)
         )
-
-    if a.dim() == 1 or b.dim() == 1:
-        is_matrix = b.dim() > 1
-        roles = ATTENTION_SCORES
-        return _run_matmul(
-            mode,
-            layer,
-            compute,
-            operands,
-            roles,
-            transposed=(False, is_matrix),
-            along=(None, -1),
-        )
-    (rows, inner), columns = a.shape[-2:], b.shape[-1]
-    weights = find_token_weights(mode, (rows, inner, columns), *are_turned)
-    if weights == "first":
-        return _run_matmul(mode, layer, compute, operands, ATTENTION_CONTEXT)
-    if weights == "second":  # values, transposed, times probabilities, transposed
-        return context((True, True), (-1, -2), is_swapped=True)
-    if weights == "state":  # keys, transposed, times values
-        return context((True, False), (-2, -2))
-    return _run_scores(mode, layer, compute, operands)
+        roles = first, second
+    return _run_matmul(
+        mode,
+        layer,
+        compute,
+        operands,
+        roles,
+        transposed=(transposed[0] and a.dim() > 1, transposed[1] and b.dim() > 1),
+        along=along,
+        is_swapped=is_swapped,
+    )
 
 
 def _run_scores(
@@ -340,69 +439,6 @@ def _run_scores(
         transposed=(False, True),
         along=(None, -1),
     )
-
-
-def find_token_weights(
-    mode: QuantizedOpsMode,
-    sizes: tuple[int, int, int],
-    is_first_turned: bool,
-    is_second_turned: bool,
-) -> str:
-    """Return which operand of a matmul of two activations holds weights of tokens.
-
-    Args:
-        mode: function mode of the model.
-        sizes: M, K and N of the operands a (M, K) and b (K, N).
-        is_first_turned: whether the features of a are its rows, see ``feature_axes``.
-        is_second_turned: whether the features of b are its rows.
-
-    Returns:
-        "first": K counts tokens, which the first operand weights, as probabilities do. It has the shape of a softmax
-            or of earlier scores, or there is no sign that K counts features.
-        "second": K counts tokens, and the second operand has the shape of a softmax.
-        "state": K counts tokens, and the first operand is transposed, as in ``keys.mT @ values``.
-        "scores": K counts features: the second operand is transposed, or the result is square.
-    """
-    rows, inner, columns = sizes
-    module = mode.running.stack[-1]
-    may_be_second = (columns, inner) in module.probabilities and (
-        is_first_turned or rows != columns
-    )
-    if may_be_second and (
-        is_second_turned or (rows, inner) not in module.probabilities
-    ):
-        return "second"
-    if not is_second_turned:
-        if (rows, inner) in module.probabilities or (rows, inner) in module.scores:
-            return "first"
-        if is_first_turned:
-            return "state"
-        if rows != columns:
-            return "first"
-    if rows == columns:
-        module.scores.append((rows, columns))
-    return "scores"
-
-
-def softmax(
-    mode: QuantizedOpsMode,
-    function: Any,
-    input: Tensor,
-    dim: Any = None,
-    *rest: Any,
-    **more: Any,
-) -> None:
-    """Record the shape of probabilities for ``find_token_weights``; torch computes the softmax."""
-    if not isinstance(dim, int) or input.dim() < 2:
-        return
-    dim = dim % input.dim()
-    num_probabilities = input.shape[dim]
-    if dim == input.dim() - 1:
-        row_sizes = [input.shape[-2]]
-    else:
-        row_sizes = [size for i, size in enumerate(input.shape) if i != dim]
-    shapes = [(rows, num_probabilities) for rows in row_sizes]
-    mode.running.stack[-1].probabilities.extend(shapes)
 
 
 def _run_matmul(
@@ -556,7 +592,6 @@ HANDLERS_BY_NAME: dict[str, tuple[Callable[..., Any], str]] = {
     **dict.fromkeys(("matmul", "__matmul__"), (matmul, "input other")),
     **dict.fromkeys(("mm", "bmm"), (matmul, "input mat2")),
     "scaled_dot_product_attention": (attention, "query key value attn_mask"),
-    "softmax": (softmax, "input dim"),
 }
 for _name, (_handler, _operands) in HANDLERS_BY_NAME.items():
     register_handler(functions_named(_name), _handler, _operands)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt_core import extensions
-from cpt_core.quantization.feature_axes import MOVES, FeatureAxes
+from cpt_core.quantization.feature_axes import (
+    ALWAYS_FOLLOWED,
+    FeatureAxes,
+    moves_last_dimension,
+    tensor_arguments,
+)
 from cpt_core.quantization.precision import LayerPrecision
 
 # context manager in which no function mode receives torch functions
@@ -129,19 +134,10 @@ class RunningModule:
     Attributes:
         module: the module.
         interception: its record.
-        scores: shapes (rows, columns) of the attention scores computed in it, see ``op_handlers.find_token_weights``.
-        probabilities: shapes (rows, columns) of the outputs of softmax in it.
     """
 
     module: nn.Module
     interception: Interception
-    scores: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
-    probabilities: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
-
-    def take_shapes(self, other: RunningModule) -> None:
-        """Add the shapes that were computed in a child module."""
-        self.scores.extend(other.scores)
-        self.probabilities.extend(other.probabilities)
 
 
 class _RunningModules(threading.local):
@@ -149,7 +145,7 @@ class _RunningModules(threading.local):
 
     Attributes:
         stack: running modules, the innermost one last.
-        features: positions of the feature axis of tensors.
+        features: marks of tensors: position of the feature axis, and others.
     """
 
     def __init__(self) -> None:
@@ -214,11 +210,27 @@ class QuantizedOpsMode(TorchFunctionMode):
         return self.run_as_torch(function, args, kwargs)
 
     def run_as_torch(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the torch function itself, and track the feature axes of its tensors."""
+        """Run the torch function itself, and track the marks of its tensors."""
         output = function(*args, **kwargs)
-        if function in MOVES or self.running.features.has_moved:
-            self.running.features.follow(function, args, kwargs, output)
+        # compilers cannot trace marks
+        if torch.compiler.is_compiling():
+            return output
+        features = self.running.features
+        if (
+            features.has_marks
+            or function in ALWAYS_FOLLOWED
+            or nn.Parameter in [type(x) for x in args]
+            or moves_last_dimension(function, args)
+        ):
+            features.follow(function, args, kwargs, output, self.running_buffers)
         return output
+
+    def running_buffers(self) -> list[Tensor]:
+        """Return the buffers of the running modules."""
+        buffers: list[Tensor | None] = []
+        for entry in self.running.stack:
+            buffers += entry.module._buffers.values()
+        return [buffer for buffer in buffers if buffer is not None]
 
     def call_handler(
         self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any
@@ -269,12 +281,10 @@ class QuantizedOpsMode(TorchFunctionMode):
         stack = self.running.stack
         if not stack or stack[-1].module is not module:
             return  # a hook failed before the module was entered
-        finished = stack.pop()
+        stack.pop()
         if not stack:
             self.running.features.clear()
             self.__exit__(None, None, None)
-        else:  # a module may compute the attention scores of its parent
-            stack[-1].take_shapes(finished)
 
     def is_inside(self) -> bool:
         """Return whether a module of the model is running."""
@@ -302,6 +312,10 @@ class QuantizedOpsMode(TorchFunctionMode):
     def is_weight(self, x: Tensor) -> bool:
         """Return whether a tensor is a parameter, or a view of one."""
         return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+
+    def is_buffer(self, x: Tensor) -> bool:
+        """Return whether a tensor is a buffer of a running module, or a view of one."""
+        return any(x is y or x._base is y for y in self.running_buffers())
 
     def find_layer(self, weight: Tensor) -> Interception:
         """Return the layer that holds a weight, or the innermost running module if none does."""
@@ -399,18 +413,6 @@ def is_quantizable(args: Any, kwargs: Any) -> bool:
         if x.layout is not torch.strided or x.is_complex() or x.is_nested:
             return False
     return bool(tensors) and tensors[0].is_floating_point()
-
-
-def tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among the arguments, and in lists and tuples of them."""
-    tensors = []
-    arguments = (*args, *kwargs.values()) if kwargs else args
-    for value in arguments:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += [x for x in value if isinstance(x, Tensor)]
-    return tensors
 
 
 def interception_mode_class() -> type[QuantizedOpsMode]:

@@ -264,7 +264,12 @@ def _run_in_other_layout(
     def other_layout(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x if mode.is_weight(x) else change_layout(x)
+        if mode.is_weight(x) or mode.is_buffer(x):
+            return x
+        changed = change_layout(x)
+        features = mode.running.features
+        features.mark(changed, features.mark_of(x))
+        return changed
 
     with torch._C.DisableTorchFunction():
         args = tuple(other_layout(x) for x in args)

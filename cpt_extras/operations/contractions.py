@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.quantization import fake_quantize
+from cpt_core.quantization.feature_axes import TensorMark
 from cpt_core.quantization.op_handlers import (
-    ATTENTION_CONTEXT,
-    ATTENTION_SCORES,
-    find_token_weights,
+    ARRANGEMENTS,
     functions_named,
+    has_role,
     in_full_precision,
     input_role,
     matmul,
@@ -28,6 +28,7 @@ from cpt_core.quantization.op_handlers import (
     register_handler,
     run_convolution,
     run_matmul,
+    weight_op_roles,
 )
 from cpt_core.quantization.op_interception import (
     COMPOSITE_OPS,
@@ -61,12 +62,15 @@ def added_matmul(
 
     if mode.is_weight(input) and beta != 0:
         return run_matmul(mode, compute, first, second, input)
-    product = scaled(alpha, run_matmul(mode, multiply, first, second))
+    matmul_output = run_matmul(mode, multiply, first, second)
+    product = scaled(alpha, matmul_output)
     # torch does not read an input times 0
-    if beta == 0:
-        return product
-    # autocast gives the matmul, but not the input, its half dtype
-    return (scaled(beta, input) + product).to(product.dtype)
+    if beta != 0:
+        # autocast gives the matmul, but not the input, its half dtype
+        product = (scaled(beta, input) + product).to(product.dtype)
+    features = mode.running.features
+    features.mark(product, features.mark_of(matmul_output))
+    return product
 
 
 def transposed_convolution(
@@ -214,7 +218,7 @@ def einsum(
     """Quantise ``torch.einsum``; several operands are contracted from left to right."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) < 2:
+    if not isinstance(equation, str):
         return function(equation, *operands)
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     terms, tensors = inputs.split(","), list(operands)
@@ -228,6 +232,12 @@ def einsum(
             t.replace("...", free[: x.dim() + 3 - len(t)][::-1])
             for t, x in zip(terms, tensors, strict=True)
         ]
+    if len(operands) == 1:
+        y = function(equation, *operands)
+        features = mode.running.features
+        letter = _feature_letter(terms[0], features.mark_of(tensors[0]).dim)
+        features.mark(y, TensorMark(_letter_dim(result, letter)))
+        return y
     while len(terms) > 1:
         needed_later = set("".join([*terms[2:], result]))
         pair = terms[0] + terms[1]
@@ -257,22 +267,38 @@ def _contract(
     if not any(
         x in terms[0] and x in terms[1] for x in summed_letters
     ):  # element by element, as a * b
-        return function(equation, a, b)
+        return _multiply_elements(mode, function, terms, result, a, b)
     weights = mode.is_weight(a), mode.is_weight(b)
     sizes = _letter_sizes(terms[0], a)
     for letter, size in _letter_sizes(terms[1], b).items():
         sizes[letter] = max(size, sizes.get(letter, 1))  # a size of 1 is expanded
     layer = _layer_of_contraction(mode, weights, a, b)
-    if _is_scaling(mode, terms, summed_letters, sizes) and layer.kind != "linear":
+    features = mode.running.features
+    marks = features.mark_of(a), features.mark_of(b)
+    is_single = all(sizes[letter] == 1 for letter in summed_letters)
+    weights_tokens = marks[0].weights_tokens or marks[1].weights_tokens
+    is_scaling = is_single and not weights_tokens and layer.kind != "linear"
+    letters = (
+        _feature_letter(terms[0], marks[0].dim),
+        _feature_letter(terms[1], marks[1].dim),
+    )
+    sums = (
+        _sums_letter(letters[0], terms, summed_letters, 0),
+        _sums_letter(letters[1], terms, summed_letters, 1),
+    )
+    roles = None
+    if not any(weights):
+        is_scaling |= None in sums and not has_role(layer, "untracked_input")
+        # a computed weight may be masked, so that some inputs must not influence an output
+        if marks[1].is_computed_weight and sums[0]:
+            roles = weight_op_roles(mode, layer, "linear", b)
+            weights = False, True
+        elif marks[0].is_computed_weight and sums[1]:
+            roles = weight_op_roles(mode, layer, "linear", a)
+            weights = True, False
+    if is_scaling:
         layer = in_full_precision(layer)
-    places = mode.running.features
-    features = (
-        _feature_letter(terms[0], places.dim(a)),
-        _feature_letter(terms[1], places.dim(b)),
-    )
-    plan = _plan_contraction(
-        mode, layer, terms, summed_letters, sizes, weights, features
-    )
+    plan = _plan_contraction(layer, letters, sums, summed_letters, weights, roles)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         tensors = {0: a, 1: b}
@@ -308,7 +334,35 @@ def _contract(
             along=along,  # type: ignore[arg-type]
         )
 
-    return in_float32(layer.precision, a, run, a, b)
+    y = in_float32(layer.precision, a, run, a, b)
+    letter = _output_letter(letters, sums, weights, terms, result)
+    is_score = sums == (True, True) and not any(weights)
+    are_weights = [
+        weight or mark.is_computed_weight
+        for weight, mark in zip(weights, marks, strict=True)
+    ]
+    features.mark(
+        y, TensorMark(_letter_dim(result, letter), is_score, all(are_weights))
+    )
+    return y
+
+
+def _multiply_elements(
+    mode: QuantizedOpsMode,
+    function: Any,
+    terms: tuple[str, str],
+    result: str,
+    a: Tensor,
+    b: Tensor,
+) -> Tensor:
+    """Compute an einsum that sums over nothing; an outer product has its features in the last dimension."""
+    y: Tensor = function(f"{terms[0]},{terms[1]}->{result}", a, b)
+    features = mode.running.features
+    first = _feature_letter(terms[0], features.mark_of(a).dim)
+    second = _feature_letter(terms[1], features.mark_of(b).dim)
+    if first == second:
+        features.mark(y, TensorMark(_letter_dim(result, first)))
+    return y
 
 
 def _layer_of_contraction(
@@ -337,95 +391,97 @@ class _Contraction(NamedTuple):
 
 
 def _plan_contraction(
-    mode: QuantizedOpsMode,
     layer: Interception,
-    terms: tuple[str, str],
+    letters: tuple[str, str],
+    sums: tuple[bool | None, bool | None],
     summed_letters: list[str],
-    sizes: dict[Any, int],
     weights: tuple[bool, bool],
-    features: tuple[str, str],
+    roles: tuple[str, str] | None,
 ) -> _Contraction:
     """Return the roles of both operands and their ranges, see ``run_matmul``.
 
     Args:
-        mode: of the model.
         layer: that computes the einsum.
-        terms: letters of both operands.
-        summed_letters: letters that are summed_letters over.
-        sizes: size of every letter.
+        letters: letter of the features of each operand, or "".
+        sums: whether the features of each operand are summed over; None if they are not tracked.
+        summed_letters: letters that are summed over.
         weights: whether each operand is a weight.
-        features: letter of the features of each operand, or "".
+        roles: roles of input and weight; None for those of a parameter.
     """
     if any(weights):
         order = (1, 0) if weights == (True, False) else (0, 1)
-        roles = (
-            ("linear_weight", "linear_weight")
-            if all(weights)
-            else (input_role(layer, "linear"), "linear_weight")
-        )
+        if roles is None:
+            roles = (
+                ("linear_weight", "linear_weight")
+                if all(weights)
+                else (input_role(layer, "linear"), "linear_weight")
+            )
         return _Contraction(
             order, (summed_letters, summed_letters), roles, "linear_grad"
         )
-    rows, columns = (
-        _free_letters(terms, summed_letters, 0),
-        _free_letters(terms, summed_letters, 1),
+    arrangement = ARRANGEMENTS[sums[0] is not False, sums[1] is not False]
+    order = (1, 0) if arrangement.is_swapped else (0, 1)
+    ranged = (
+        [letters[0]] if sums[0] is False else summed_letters,
+        [letters[1]] if sums[1] is False else summed_letters,
     )
-    counts = (
-        _size_product(sizes, rows),
-        _size_product(sizes, summed_letters),
-        _size_product(sizes, columns),
+    first, second = (
+        "untracked_input" if sums[i] is None else role
+        for i, role in zip(order, arrangement.roles, strict=True)
     )
-    weights_of_tokens = find_token_weights(
-        mode, counts, features[0] in rows, features[1] in summed_letters
-    )
-    ranged = {
-        "first": (summed_letters, columns),
-        "second": (rows, summed_letters),
-        "state": (rows, columns),
-        "scores": (summed_letters, summed_letters),
-    }[weights_of_tokens]
-    if weights_of_tokens == "scores" or not (ranged[0] and ranged[1]):
-        return _Contraction(
-            (0, 1), (summed_letters, summed_letters), ATTENTION_SCORES, "attention_grad"
-        )
-    order = (1, 0) if weights_of_tokens == "second" else (0, 1)
-    return _Contraction(order, ranged, ATTENTION_CONTEXT, "attention_grad")
+    return _Contraction(order, ranged, (first, second), "attention_grad")
 
 
-def _is_scaling(
-    mode: QuantizedOpsMode,
+def _sums_letter(
+    letter: str, terms: tuple[str, str], summed_letters: list[str], index: int
+) -> bool | None:
+    """Return whether the features of an operand are summed over; None if both operands keep them, or it is unknown."""
+    if letter in summed_letters:
+        return True
+    is_free = letter != "" and letter not in terms[1 - index]
+    return False if is_free else None
+
+
+def _output_letter(
+    letters: tuple[str, str],
+    sums: tuple[bool | None, bool | None],
+    weights: tuple[bool, bool],
     terms: tuple[str, str],
-    summed_letters: list[str],
-    sizes: dict[Any, int],
-) -> bool:
-    """Return whether a sum has one element, and the first operand is no probability of the only token."""
-    if not all(sizes[letter] == 1 for letter in summed_letters):
-        return False
-    shape = _size_product(sizes, _free_letters(terms, summed_letters, 0)), 1
-    module = mode.running.stack[-1]
-    return shape not in (*module.probabilities, *module.scores)
+    result: str,
+) -> str:
+    """Return the letter of the features of the result of an einsum; "" if it is not known."""
+    if weights in ((True, False), (False, True)):
+        index = weights.index(True)
+        activation = letters[1 - index]
+        if sums[1 - index] is not True:
+            return activation
+        outputs = [x for x in result if x in terms[index] and x not in terms[1 - index]]
+        return outputs[-1] if outputs else result[-1:]
+    if sums == (False, False):
+        num_free = [
+            sum(x.isalpha() and x not in terms[1 - i] for x in terms[i]) for i in (0, 1)
+        ]
+        # a second free letter may stand for tokens, as in the dispatch of experts
+        return letters[1] if num_free == [1, 1] else ""
+    if sums == (True, False):
+        return letters[1]
+    if sums == (False, True):
+        return letters[0]
+    return result[-1:] if sums[0] else ""
 
 
-def _free_letters(
-    terms: tuple[str, str], summed_letters: list[str], index: int
-) -> list[str]:
-    """Return the letters that one operand has alone, and that are not summed_letters over."""
-    return [
-        x
-        for x in terms[index]
-        if x.isalpha() and x not in terms[1 - index] and x not in summed_letters
-    ]
+def _letter_dim(result: str, letter: str) -> int | None:
+    """Return the dimension of a letter of the result of an einsum, counted from the end; None if it is not known."""
+    letters = result.rpartition(".")[2]
+    if letter and letter in letters:
+        return letters.index(letter) - len(letters)
+    return None if result else -1
 
 
-def _feature_letter(term: str, dim: int) -> str:
-    """Return the letter of the feature dimension ``dim`` of an operand; "" if it is in an ellipsis."""
+def _feature_letter(term: str, dim: int | None) -> str:
+    """Return the letter of the feature dimension ``dim`` of an operand; "" if it is unknown, or in an ellipsis."""
     letters = term.rpartition(".")[2]
-    return letters[dim] if -dim <= len(letters) else ""
-
-
-def _size_product(sizes: dict[Any, int], letters: list[str]) -> int:
-    """Return the product of the sizes of letters."""
-    return math.prod([sizes[letter] for letter in letters])
+    return letters[dim] if dim is not None and -dim <= len(letters) else ""
 
 
 class _ArrangedOperand:

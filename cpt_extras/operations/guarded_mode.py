@@ -153,9 +153,7 @@ class GuardedMode(QuantizedOpsMode):
     def _drop(self) -> None:
         """Take the uppermost module off the stack."""
         entry: Any = self.running.stack.pop()
-        if self.running.stack:
-            self.running.stack[-1].take_shapes(entry)
-        else:
+        if not self.running.stack:
             self.running.features.clear()
         if entry.switched_on:
             self._switch_off()
@@ -213,9 +211,8 @@ class GuardedMode(QuantizedOpsMode):
     ) -> Any:
         """Call a function as if it ran in the forward of a module."""
         self.enter(entry.module, entry.interception, sys._getframe())
-        self.running.stack[-1].take_shapes(entry)
         # tensors that the function gets may have marks of the forward pass
-        self.running.features.has_moved = True
+        self.running.features.has_marks = True
         try:
             return function(*args, **kwargs)
         finally:

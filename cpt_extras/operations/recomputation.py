@@ -22,12 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from cpt_core.quantization.feature_axes import ATTRIBUTE
-from cpt_core.quantization.op_interception import (
-    QuantizedOpsMode,
-    RunningModule,
-    tensor_arguments,
-)
+from cpt_core.quantization.feature_axes import ATTRIBUTE, tensor_arguments
+from cpt_core.quantization.op_interception import QuantizedOpsMode, RunningModule
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_extras.operations.forward_state import ForwardState, in_state
 
@@ -62,7 +58,6 @@ class CheckpointedFunction:
             running is not None
         ):  # the entry of the stack itself holds the frame of the forward, with all of its tensors
             self.running = RunningModule(running.module, running.interception)
-            self.running.take_shapes(running)
         self.states: dict[LayerPrecision, ForwardState] = {}
 
     def note(self, precision: LayerPrecision) -> None:

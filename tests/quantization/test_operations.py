@@ -231,6 +231,7 @@ def test_split_gradients_of_operation():
 # --- matmuls that stay in float32 ---------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.* of the weights were not quantised")
 def test_einsum_without_sum_is_no_matmul():
     weight = nn.Parameter(torch.randn(4, 3))
     outer = FunctionModule(lambda m, x: torch.einsum("bd,dn->bdn", x, m.w), w=weight)
