@@ -70,7 +70,7 @@ class Summary:
         rows: one row per module.
         float32_shares: layer -> share of the model's forward MACs that runs in float32 in it; None without inputs.
         active_precisions: bits and execution of quantised layers, as in their ``repr`` -> number of layers.
-        not_intercepted: work that runs in float32 without being intercepted; not part of any share; empty without inputs.
+        not_intercepted: work that ran in float32 without being intercepted; in no share; empty without inputs.
     """
 
     rows: tuple[LayerSummary, ...]

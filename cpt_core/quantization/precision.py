@@ -58,7 +58,7 @@ class LayerPrecision(nn.Module):
         weight_grad_num_steps: steps of the grid of output gradients for the weight gradient (wgrad).
         noise_key: key of the stochastic rounding, 0-d int64; increases with every rounded gradient.
         running_ROLE: (3,), running minimum, running width, and the weight both have gathered; see ``stored_range``.
-        calibrated: whether the running ranges are known to be filled.
+        filled_roles: roles whose running ranges are known to be filled in evaluation, see ``has_filled_range``.
 
     A change of bits fills the ``num_steps`` tensors in place and recompiles nothing. They are no buffers, because code
     that averages or broadcasts buffers would change the grid without changing the bits. ``noise_key`` is no buffer
@@ -111,6 +111,7 @@ class LayerPrecision(nn.Module):
     num_bit_changes = 0
     # whether the layer holds weights; layers without are listed, and in checkpoints, once they have run
     has_weights = True
+    filled_roles: frozenset[str] = frozenset()
     # whether operands and gradient fit into int8 at the active bits, see ``int8.execution``
     int8_operands = int8_gradient = False
 
@@ -232,13 +233,24 @@ class LayerPrecision(nn.Module):
         super().train(mode)
         self.zeros_unchecked = self.ranges_unchecked = True
         if not mode and self.has_bias_correction:
-            self.calibrated = all(
-                not running.is_meta and float(running[2]) > 0
-                for running in self.ranges().values()
-            )
+            self.filled_roles = self._find_filled_roles()
         if self.owning_scheduler is not None:
             self.owning_scheduler._on_mode_change(self)
         return self
+
+    def _find_filled_roles(self) -> frozenset[str]:
+        """Return the roles with a filled running range; compiled code, which cannot read the ranges, knows of none."""
+        if torch.compiler.is_compiling():
+            return frozenset()
+        roles = []
+        for name, running in self.ranges().items():
+            if not running.is_meta and float(running[2]) > 0:
+                roles.append(name.removeprefix("running_"))
+        return frozenset(roles)
+
+    def has_filled_range(self, role: str) -> bool:
+        """Return whether the running range of a role is known to be filled; one without bias correction always is."""
+        return not self.has_bias_correction or role in self.filled_roles
 
     def check_levels(self, levels: RoleLevels) -> None:
         """Raise ValueError for levels that this layer does not support."""
@@ -439,7 +451,7 @@ class LayerPrecision(nn.Module):
         Where ``train(False)`` could not tell, as in an average of models, this is decided on the device.
         """
         low, width, weight = self.stored_range(role)
-        if self.calibrated:
+        if self.has_filled_range(role):
             return low, width
         self.warn_of_empty_range(role, weight)
         current_low, current_width = fake_quantize.operators.range(
@@ -517,7 +529,7 @@ class LayerPrecision(nn.Module):
         self._offset = 0
         for name in self._running:
             setattr(self, name, torch.zeros(3, dtype=torch.float32, device="cpu"))
-        self.calibrated = not self.has_bias_correction
+        self.filled_roles = frozenset()
 
     # --- device, copies and pickles ---
 

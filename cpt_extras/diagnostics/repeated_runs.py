@@ -302,7 +302,7 @@ def _evaluation_mode(
     modules = [m for m in model.modules() if not isinstance(m, LayerPrecision)]
     modes = [(m, m.training) for m in modules]
     layers = [
-        (p, p.training, p.calibrated, p._roles, p.grids, p.active_levels, p.is_fixed)
+        (p, p.training, p.filled_roles, p._roles, p.grids, p.active_levels, p.is_fixed)
         for p in precisions.values()
     ]
     for m in modules:
@@ -318,9 +318,9 @@ def _evaluation_mode(
     finally:
         for m, training in modes:
             m.training = training
-        for p, training, calibrated, roles, grids, levels, is_fixed in layers:
+        for p, training, filled_roles, roles, grids, levels, is_fixed in layers:
             p.training = training
-            p.calibrated = calibrated
+            p.filled_roles = filled_roles
             p._roles = roles
             p.grids = grids
             p.is_fixed = is_fixed

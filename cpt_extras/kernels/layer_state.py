@@ -50,7 +50,7 @@ def uses_stored_range(precision: LayerPrecision, role: str) -> bool:
 
 def is_calibrated(precision: LayerPrecision, role: str) -> bool:
     """Return whether operands of a role are rounded on a running range that is known to be filled."""
-    return precision.calibrated and uses_stored_range(precision, role)
+    return precision.has_filled_range(role) and uses_stored_range(precision, role)
 
 
 def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
@@ -58,7 +58,7 @@ def stored_range(precision: LayerPrecision, role: str) -> StoredRange:
     if not uses_stored_range(precision, role):
         return StoredRange()
     low, width, weight = precision.stored_range(role)
-    if precision.calibrated:
+    if precision.has_filled_range(role):
         return StoredRange(low, width)
     precision.warn_of_empty_range(role, weight)
     return StoredRange(low, width, weight)

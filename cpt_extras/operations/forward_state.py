@@ -28,7 +28,7 @@ STEP_TENSORS = (
 MODE_ATTRIBUTES = (
     "active_bits",
     "training",
-    "calibrated",
+    "filled_roles",
     "recomputes",
     "int8_operands",
     "int8_gradient",
@@ -41,14 +41,14 @@ class ForwardState(NamedTuple):
     Attributes:
         active_bits: bits and formats of every role.
         training: whether the layer is in training.
-        calibrated: whether its running ranges are known to be filled.
+        filled_roles: roles whose running ranges are known to be filled.
         ranges: copies of its running ranges by name; none in training, which does not read them.
         is_fixed: whether the layer is in a ``precision`` block.
     """
 
     active_bits: ActiveBits
     training: bool
-    calibrated: bool
+    filled_roles: frozenset[str]
     ranges: dict[str, Tensor]
     is_fixed: bool
 
@@ -63,7 +63,7 @@ class ForwardState(NamedTuple):
         return cls(
             precision.active_bits,
             precision.training,
-            precision.calibrated,
+            precision.filled_roles,
             ranges,
             precision.is_fixed,
         )
@@ -88,7 +88,7 @@ class ForwardState(NamedTuple):
         ranges = {
             name: x.to(precision.num_steps.device) for name, x in self.ranges.items()
         }
-        mode = {"training": self.training, "calibrated": self.calibrated}
+        mode = {"training": self.training, "filled_roles": self.filled_roles}
         return {
             "active_bits": self.active_bits,
             "recomputes": True,

@@ -152,7 +152,7 @@ def state_of(model, scheduler, x):
         for m in model.modules()
     ]
     flags = [
-        (p.training, p.calibrated, p.is_fixed, p.zeros_unchecked) for p in precisions
+        (p.training, p.filled_roles, p.is_fixed, p.zeros_unchecked) for p in precisions
     ]
     active = [
         (p.execution, p.active_levels, p.grids, p.owning_scheduler, p.quantizers)

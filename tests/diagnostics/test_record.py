@@ -190,8 +190,8 @@ def test_record_leaves_training_bit_exact(kind, config):
     assert recording.missing_roles == dict.fromkeys(hidden, recorder.RECURRENCE)
 
     table = recording.table()
-    # no module here computes what is not of its kind, nor its weight
-    absent = ("linear_", "conv_", "attention_", "computed_", "bias")
+    # no module here runs an operation of another kind, or computes its weight
+    absent = ("linear_", "conv_", "attention_", "computed_", "untracked_", "bias")
     expected = {
         (name, role)
         for name, p in layer_precisions(model).items()

@@ -359,7 +359,7 @@ def trained(function, *inputs, **parts):
     return model.eval()
 
 
-PRODUCTS = {  # (inputs (B, 6), computed or fixed matrix (6, 8)) -> outputs
+MATMULS = {  # (inputs (B, 6), computed or fixed matrix (6, 8)) -> outputs
     "matmul": lambda x, w: x @ w,
     "addmm": lambda x, w: torch.addmm(torch.zeros(8), x, w),
     "einsum": lambda x, w: torch.einsum("bi,io->bo", x, w),
@@ -376,11 +376,11 @@ MATRICES = {
 
 @pytest.mark.parametrize("size", [5, 6, 8])
 @pytest.mark.parametrize("matrix", MATRICES)
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_product_is_independent_of_batch_size(product, matrix, size):
+@pytest.mark.parametrize("name", MATMULS)
+def test_matmul_is_independent_of_batch_size(name, matrix, size):
     """Cover batches of as many samples as there are inputs, or outputs."""
     model = trained(
-        lambda m, inputs: PRODUCTS[product](inputs[0], MATRICES[matrix](m)),
+        lambda m, inputs: MATMULS[name](inputs[0], MATRICES[matrix](m)),
         torch.randn(4, 6),
         w=nn.Parameter(torch.randn(6, 8)),
         fixed=nn.Buffer(torch.randn(6, 8)),
@@ -561,7 +561,7 @@ MASKED = {  # inputs (B, 8), masked weight (8, 8) -> outputs
     "linear": F.linear,
 }
 MASKS = {
-    "product": lambda m: m.w * m.mask,
+    "multiplied": lambda m: m.w * m.mask,
     "transposed": lambda m: (m.w.t() * m.mask.t()).t(),
     "where": lambda m: torch.where(m.mask > 0, m.w, 0.0),
     "filled": lambda m: m.w.masked_fill(m.mask == 0, 0),
