@@ -595,7 +595,7 @@ def warn_of_silent_layers(
 ) -> None:
     """Warn once of converted layers that hold weights and have run without an intercepted operation."""
     for precision in precisions.values():
-        if precision.was_entered and not precision.has_run:
+        if precision.is_silent and not precision.has_run:
             extensions.services("silent_layers").warn_of_silent_layers(model)
             return
 

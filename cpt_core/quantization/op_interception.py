@@ -446,12 +446,6 @@ def enter_module(module: nn.Module, args: Any) -> None:
     # a precision that is no child of the module does not follow its mode
     if precision is not None and precision.training != module.training:
         precision.train(module.training)
-    if (
-        not torch.compiler.is_compiling()
-        and precision is not None
-        and not precision.has_run
-    ):
-        vars(precision)["was_entered"] = True
     interception.mode.enter(module, interception)
 
 
@@ -459,3 +453,9 @@ def leave_module(module: nn.Module, args: Any, output: Any) -> None:
     """Pop a module that has run, or failed, off the stack of its mode (forward hook)."""
     interception: Any = module._interception
     interception.mode.leave(module)
+    precision = interception.precision
+    has_failed = output is None
+    if precision is None or has_failed or torch.compiler.is_compiling():
+        return
+    if not precision.has_run and precision.active_bits.has_quantized_roles:
+        precision.is_silent = True

@@ -95,8 +95,8 @@ class LayerPrecision(nn.Module):
     recomputes = False
     # whether the layer has run a matmul
     has_run = False
-    # whether the forward of the layer was called before it ran a matmul
-    was_entered = False
+    # whether a forward of the layer has returned, at quantised bits, before the layer ran a matmul
+    is_silent = False
     # whether running ranges may be empty; checked once after every change of mode
     ranges_unchecked = True
     # whether weights were loaded from a state_dict after the conversion
@@ -239,13 +239,18 @@ class LayerPrecision(nn.Module):
         return self
 
     def _find_filled_roles(self) -> frozenset[str]:
-        """Return the roles with a filled running range; compiled code, which cannot read the ranges, knows of none."""
+        """Return the roles with a filled running range; compiled code, which cannot read the ranges, knows of none.
+
+        Few layers have an untracked input. Its range is not read, because reading waits for the device.
+        """
         if torch.compiler.is_compiling():
             return frozenset()
         roles = []
         for name, running in self.ranges().items():
-            if not running.is_meta and float(running[2]) > 0:
-                roles.append(name.removeprefix("running_"))
+            role = name.removeprefix("running_")
+            is_readable = role != "untracked_input" and not running.is_meta
+            if is_readable and float(running[2]) > 0:
+                roles.append(role)
         return frozenset(roles)
 
     def has_filled_range(self, role: str) -> bool:

@@ -29,7 +29,7 @@ def warn_of_silent_layers(model: nn.Module) -> None:
             return
         size = sum(weight.numel() for weight in weights)
         total += size
-        if precision.was_entered and not precision.has_run:
+        if precision.is_silent and not precision.has_run:
             silent += size
             names.append(layer or "(model)")
     if issued_warnings is None or silent <= MIN_NOTABLE_SHARE * total:
