@@ -239,12 +239,11 @@ class LayerPrecision(nn.Module):
         return self
 
     def _find_filled_roles(self) -> frozenset[str]:
-        """Return the roles with a filled running range; compiled code, which cannot read the ranges, knows of none.
+        """Return the roles with a filled running range.
 
-        Few layers have an untracked input. Its range is not read, because reading waits for the device.
+        Few layers have an untracked input. Its range is not read, because reading waits for the device, and compiled
+        code cannot do it.
         """
-        if torch.compiler.is_compiling():
-            return frozenset()
         roles = []
         for name, running in self.ranges().items():
             role = name.removeprefix("running_")

@@ -79,9 +79,8 @@ def count_forward(model: nn.Module, macs: Counter[str]) -> Iterator[None]:
     total: Counter[Any] = Counter()
     with NotInterceptedCounter(model, total):
         yield
-    for (layer, _, is_backward, *_), count in total.items():
-        if not is_backward:
-            macs[layer] += count
+    for (layer, *_), count in total.items():
+        macs[layer] += count
 
 
 def _name(func: Any) -> str:

@@ -189,6 +189,12 @@ def shared_weights():
     return nn.Sequential(first, second)
 
 
+def shared_with_unused_layer():
+    used, unused = nn.Linear(8, 8), nn.Linear(8, 8)
+    unused.weight = used.weight
+    return FunctionModule(lambda m, x: m.used(x), used=used, unused=unused)
+
+
 def weight_of_child():
     """Return a model that multiplies by the weight of a child, which does not run."""
     child = nn.Linear(8, 8)
@@ -211,7 +217,14 @@ def embedding():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    "make", [shared_weights, weight_of_child, lists_of_weights, embedding]
+    "make",
+    [
+        shared_weights,
+        shared_with_unused_layer,
+        weight_of_child,
+        lists_of_weights,
+        embedding,
+    ],
 )
 def test_silent_layers_spare_layers_with_operations(make):
     model, x = cpt.quantize_(make()), torch.rand(4, 8)
