@@ -389,7 +389,8 @@ def _multiply_activations(
 ) -> Tensor:
     """Return the matmul of a (..., M, K) and b (..., K, N), neither of them a weight.
 
-    Each has one range for every vector of features. An untracked operand has one running range.
+    Each has one range for every vector of features. An untracked operand has one running range. In the paper's
+    attention, keys have one range per feature over all tokens.
     ``sums``: whether the matmul sums over the features of a, and of b; None where they are not tracked.
     """
     a, b, _ = operands
@@ -418,26 +419,6 @@ def _multiply_activations(
         transposed=(transposed[0] and a.dim() > 1, transposed[1] and b.dim() > 1),
         along=along,
         is_swapped=is_swapped,
-    )
-
-
-def _run_scores(
-    mode: QuantizedOpsMode, layer: Interception, compute: Compute, operands: Operands
-) -> Tensor:
-    """Return the matmul of queries (..., M, K) and transposed keys (..., K, N), with one range per token.
-
-    In the paper's attention, keys have one range per feature over all tokens.
-    """
-    if layer.is_paper_attention:
-        return _run_matmul(mode, layer, compute, operands, ATTENTION_SCORES)
-    return _run_matmul(
-        mode,
-        layer,
-        compute,
-        operands,
-        ATTENTION_SCORES,
-        transposed=(False, True),
-        along=(None, -1),
     )
 
 
@@ -517,8 +498,9 @@ def attention(
                 x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
                 for x in (key, value)
             )
-        scores = _run_scores(
-            mode, layer, multiply, (query, key.transpose(-2, -1), None)
+        queries_and_keys = query, key.transpose(-2, -1), None
+        scores = _multiply_activations(
+            mode, layer, multiply, queries_and_keys, sums=(True, True)
         )
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
@@ -532,8 +514,8 @@ def attention(
         probabilities = functional.dropout(
             torch.ops.aten._safe_softmax(scores, -1), dropout_p, True
         )
-        return _run_matmul(
-            mode, layer, multiply, (probabilities, value, None), ATTENTION_CONTEXT
+        return _multiply_activations(
+            mode, layer, multiply, (probabilities, value, None), sums=(True, False)
         )
 
     return in_float32(layer.precision, query, run, query, key, value, attn_mask)
