@@ -259,11 +259,6 @@ class CountedStep(NamedTuple):
         return NotIntercepted(shares, tuple(silent_layers))
 
 
-def count_step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Operation]:
-    """Return the intercepted operations of one forward pass."""
-    return run_step(model, inputs).operations
-
-
 def run_step(model: nn.Module, inputs: tuple[Any, ...]) -> CountedStep:
     """Return the work of one forward pass."""
     check_inputs(inputs)

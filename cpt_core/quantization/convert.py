@@ -424,23 +424,31 @@ def has_own_forward(module: nn.Module) -> bool:
     )
 
 
-def layer_weights(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return layer -> its weights, for the converted layers that hold any.
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Return the weights that a module itself holds.
 
     Weights are tensors of two or more dimensions, except embeddings and tensors (1, T, C), which are added to tokens.
     """
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return []
+    weights: list[Tensor] = []
+    for parameter in module._parameters.values():
+        if parameter is None or is_lazy(parameter):
+            continue
+        if parameter.dim() > 1 and len(parameter) > 1:
+            weights.append(parameter)
+    return weights
+
+
+def layer_weights(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return layer -> its weights and those of its parts, for the converted layers that hold any."""
     parts, modules = layer_parts(model), dict(model.named_modules())
     weights: dict[str, list[Tensor]] = {}
     for name, module in modules.items():
         layer_name = parts[name] if name in parts else name
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if is_embedding or precision_of(modules[layer_name]) is None:
-            continue
-        for parameter in module._parameters.values():
-            if parameter is None or is_lazy(parameter):
-                continue
-            if parameter.dim() > 1 and len(parameter) > 1:
-                weights.setdefault(layer_name, []).append(parameter)
+        own_weights = weights_of(module)
+        if own_weights and precision_of(modules[layer_name]) is not None:
+            weights.setdefault(layer_name, []).extend(own_weights)
     return weights
 
 

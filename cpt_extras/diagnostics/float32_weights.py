@@ -7,9 +7,13 @@ from collections import Counter
 from collections.abc import Collection
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from cpt_core.quantization.convert import float32_reason, layer_parts, precision_of
+from cpt_core.quantization.convert import (
+    float32_reason,
+    layer_parts,
+    precision_of,
+    weights_of,
+)
 
 MIN_NOTABLE_SHARE = 0.1  # of a model's weights; a smaller share gives no warning
 
@@ -21,23 +25,16 @@ class QuantizationWarning(UserWarning):
 def float32_weights(
     model: nn.Module, excluded: Collection[str]
 ) -> tuple[float, Counter[str]]:
-    """Return the share of the weights in float32 that were not ``excluded``, and the number of modules by kind.
-
-    Weights are tensors of two or more dimensions, except embeddings and tensors (1, T, C), which are added to tokens.
-    """
+    """Return the share of the weights in float32 that were not ``excluded``, and the number of modules by kind."""
     parts, modules = layer_parts(model), dict(model.named_modules())
     total = quantized = 0
     kinds: Counter[str] = Counter()
     for name, module in modules.items():
         layer_name = parts.get(name, name)
         layer = modules[layer_name]
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if is_embedding or layer_name in excluded:
+        if layer_name in excluded:
             continue
-        parameters = [
-            p for p in module._parameters.values() if p is not None and not is_lazy(p)
-        ]
-        size = sum(p.numel() for p in parameters if p.dim() > 1 and len(p) > 1)
+        size = sum(weight.numel() for weight in weights_of(module))
         total += size
         if precision_of(layer) is not None:
             quantized += size

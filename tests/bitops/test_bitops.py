@@ -25,7 +25,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 import cpt_core as cpt
 from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.bitops.counting import tensors_in
-from cpt_core.bitops.plan import count_step
+from cpt_core.bitops.plan import run_step
 from cpt_core.models import MODELS as PAPER_MODELS
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.quantization.convert import QuantConfig, is_convertible
@@ -64,7 +64,7 @@ def test_plan_counts_every_matmul_and_equals_ledger(name):
         with FlopCounterMode(display=False) as flops:
             model(*inputs)
         macs = flops.get_total_flops() / 2
-    calls = count_step(model, inputs)
+    calls = run_step(model, inputs).operations
     assert sum(c.macs for c in calls if c.part not in ("norm", "gates")) == macs
 
     is_quantized = any(map(is_convertible, model.modules()))
@@ -130,7 +130,7 @@ def test_forward_macs_equal_reference(name, reference_macs):
         pytest.skip(f"{name} is not in this reference")
     make, inputs = REFERENCE[name]
     with torch.device("meta"):
-        calls = count_step(make(), inputs())
+        calls = run_step(make(), inputs()).operations
     # the authors' counter does not see the matmuls of attention
     total = sum(c.macs for c in calls if c.part != "matmuls")
     assert total == int(row["forward_count"])
@@ -203,9 +203,9 @@ BY_HAND = {  # model, inputs, and of every call: MACs, elements of operands and 
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_count_step_matches_macs_and_elements(name):
+def test_run_step_matches_macs_and_elements(name):
     make, inputs, expected = BY_HAND[name]
-    calls = count_step(make(), inputs())
+    calls = run_step(make(), inputs()).operations
     assert [(c.macs, *c.elements) for c in calls if c.macs] == expected
 
 
