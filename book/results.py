@@ -44,6 +44,7 @@ from cpt_lab.studies.h11 import outcome as h11
 from cpt_lab.studies.h12 import outcome as h12
 from cpt_lab.studies.h13 import outcome as h13
 from cpt_lab.studies.tuned import FULL_BITS_ARM
+from cpt_lab.studies.tuned_outcome import compare_rate_grids
 
 PAGES = ROOT / "docs" / "reproducing"
 # page -> pattern of the ids and tasks of its claims and of its places in the code; the first page that matches counts
@@ -128,6 +129,10 @@ def pages() -> dict[Path, str]:
         repeated=replications,
         repeated_baselines=_replication_baselines(tasks),
         rates=tuned.rates_at_ends,
+        extended_rates={
+            name: compare_rate_grids(study.answers(runs), study.extended_answers(runs))
+            for name, study in (("h7", h7), ("h10", h10))
+        },
         recipe_gains=h13.gains(by_recipe),
         recipe_switches=h13.comparisons(by_recipe),
         spending=h7.gains(spending).assign(n=_num_seeds(spending)),

@@ -238,7 +238,10 @@ QUESTIONS: dict[str, Grid] = {
     **{
         name: _question(name, *asked)
         for study in studies("arms")
-        for name, asked in study.GRIDS.items()
+        for name, asked in [
+            *study.GRIDS.items(),
+            *getattr(study, "EXTENDED_GRIDS", {}).items(),
+        ]
     },
     **{
         f"execution/{model}": Grid(

@@ -50,6 +50,15 @@ class TunedStudy:
     tuned_as: Callable[[str], str] = lambda arm: arm
     # bits of evaluation to choose from, keys of ``EVALUATION_PRECISIONS``
     evaluations: Sequence[str] = tuple(EVALUATION_PRECISIONS)
+    grid_suffix: str = ""  # end of the names of its grids
+
+    def with_extended_rates(self) -> "TunedStudy":
+        """Return the same arms with grids of learning rates that go on until the best rate is inside.
+
+        Its rows are stored in the files of this study; its grids are "NAME-rates/TASK-extended" and
+        "NAME/TASK-extended".
+        """
+        return replace(self, extends_rates=True, grid_suffix="-extended")
 
     @property
     def file(self) -> str:
@@ -138,7 +147,8 @@ class TunedStudy:
         ):
             for task, cases in tasks.items():
                 make_runs = partial(_runs_of_cases, make, cases)
-                grids[f"{prefix}/{task}"] = (make_runs, f"{description}, {task}")
+                name = f"{task}{self.grid_suffix}"
+                grids[f"{prefix}/{name}"] = (make_runs, f"{description}, {name}")
         return grids
 
 
@@ -206,7 +216,8 @@ def held_out(study: TunedStudy, case: str) -> dict[str, dict[tuple[float, str], 
         )
         raise NotMeasuredError(
             f"{results_dir() / study.file} lacks {num_missing} of the {num_runs} runs that choose the learning rates "
-            f"of {case!r}; run them: python -m cpt_lab run {study.name}-rates/{case.partition('/')[0]}"
+            f"of {case!r}; run them: python -m cpt_lab run "
+            f"{study.name}-rates/{case.partition('/')[0]}{study.grid_suffix}"
         )
     return {arm: dict(tuned.qualities) for arm, tuned in tuning.items()}
 

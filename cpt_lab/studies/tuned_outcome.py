@@ -138,6 +138,25 @@ def answer_questions(
     return final
 
 
+def compare_rate_grids(
+    registered: Sequence[Answer], extended: Sequence[Answer]
+) -> pd.DataFrame:
+    """Return a printable table of the outcomes at the preregistered learning rates and at extended ones."""
+    lines = []
+    for answer, extended_answer in zip(registered, extended, strict=True):
+        if answer.question != extended_answer.question:
+            raise ValueError(
+                f"extended: expected the answer to {answer.question}, got one to {extended_answer.question}"
+            )
+        lines.append((answer.question, answer.outcome, extended_answer.outcome))
+    columns = [
+        "",
+        "outcome at the preregistered learning rates",
+        "outcome at extended ones",
+    ]
+    return pd.DataFrame(lines, columns=columns)
+
+
 def show_table(
     study: TunedStudy,
     runs: pd.DataFrame,
@@ -147,8 +166,13 @@ def show_table(
     figure: Callable[[Sequence[Task]], Figure | None],
     alt: str,
     *tables: tuple[str, Callable[[Sequence[Task]], pd.DataFrame]],
+    extended: Sequence[Answer] = (),
 ) -> Iterator[Section]:
-    """Yield the sections of a study with a complete task; ``tables`` are (title, function of the tasks)."""
+    """Yield the sections of a study with a complete task.
+
+    ``tables`` are (title, function of the tasks); ``extended`` are the answers at extended learning rates, if the study
+    has any.
+    """
     parts, missing = complete(study, runs)
     if not parts:
         return
@@ -163,6 +187,12 @@ def show_table(
     )
     for title, table in (*tables, ("every arm", by_arm)):
         yield Section(f"{name}: {title}", table=table(parts), style="left folded")
+    if extended:
+        yield Section(
+            f"{name}: with extended grids of learning rates",
+            table=compare_rate_grids(study_answers, extended),
+            style="left folded",
+        )
     if not missing:
         yield Section(
             f"{name}: other effects",

@@ -24,9 +24,11 @@ from cpt_lab.studies.h6 import arms as h6_arms
 from cpt_lab.studies.h6 import outcome as h6
 from cpt_lab.studies.h7 import outcome as h7
 from cpt_lab.studies.h7.arms import STUDY as H7
+from cpt_lab.studies.h10 import arms as h10_arms
 from cpt_lab.studies.h10 import outcome as h10
 from cpt_lab.studies.h10.arms import LATE
 from cpt_lab.studies.h10.arms import STUDY as H10
+from cpt_lab.studies.tuned_outcome import compare_rate_grids
 from tests.studies.study_rows import (
     answers_text,
     noise_of,
@@ -530,3 +532,46 @@ def test_h10_answers_follow_effects(rated, golden):
     assert [t.best(("4/6", "5/4")) for t in parts] == ["5/4"] * 4 + ["4/6"]
     assert {t.best(("gradients late", "both late")) for t in parts} == {"both late"}
     assert {rate for t in parts for rate, _ in t.settings.values()} == {1.0}
+
+
+def late_rates(spec):
+    """Return qualities in validation: best at 4 times the recipe's rate for the late switch, at 1 for others."""
+    arm, _, rate = spec.arm.rpartition(" at ")
+    best = 4.0 if arm == LATE else 1.0
+    good = -abs(np.log2(float(rate) / best))
+    return good - 3, good
+
+
+def test_h10_extended_rates_answer_beside_preregistered(rated):
+    """Let the late switch gain at a rate outside the first grid alone: only the answers at extended rates change."""
+    extended = h10_arms.EXTENDED_STUDY
+    rated(H10, late_rates)
+    registered_specs = [spec for case in H10.cases for spec in H10.runs(case)]
+    assert {a.outcome for a in h10.extended_answers(runs_of(registered_specs))} == {
+        "not finished: 0 of 234 runs"
+    }
+
+    for _ in range(4):  # the rates that the stored rows ask for
+        rated(extended, late_rates)
+    extended_specs = [spec for case in H10.cases for spec in extended.runs(case)]
+    specs = {spec.key: spec for spec in registered_specs + extended_specs}
+    assert len(specs) == len(registered_specs) + 6 * len(H10.cases)
+
+    def quality(spec):
+        return 2.0 * (spec.arm == f"{LATE} at 4") + 0.05 * noise_of(spec)
+
+    runs = runs_with(specs.values(), runs_of(specs.values()), quality, lambda spec: 3.0)
+    is_registered = runs["key"].isin({spec.key for spec in registered_specs})
+    assert answers_text(h10.answers(runs)) == answers_text(
+        h10.answers(runs[is_registered])
+    )
+    outcomes = compare_rate_grids(h10.answers(runs), h10.extended_answers(runs))
+    for _, registered, extended_outcome in outcomes.itertuples(index=False):
+        assert registered.startswith("confirmed: the forward switch beats it nowhere")
+        assert extended_outcome.startswith("contradicted: the forward switch wins in 5")
+    refused(
+        "extended: expected the answer to H10a, got one to H10b",
+        compare_rate_grids,
+        h10.answers(runs)[:1],
+        h10.extended_answers(runs)[1:2],
+    )

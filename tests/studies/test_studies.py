@@ -20,7 +20,9 @@ from cpt_lab.paths import ROOT, results_dir
 from cpt_lab.studies import prices
 from cpt_lab.studies.h5 import arms as h5_arms
 from cpt_lab.studies.h5.arms import CASES, allocated, stored_sensitivity
+from cpt_lab.studies.h7.arms import EXTENDED_STUDY as EXTENDED_H7
 from cpt_lab.studies.h7.arms import STUDY as H7
+from cpt_lab.studies.h10.arms import EXTENDED_STUDY as EXTENDED_H10
 from cpt_lab.studies.h10.arms import STUDY as H10
 from cpt_lab.studies.h11.arms import STUDY as H11
 from cpt_lab.studies.h13.arms import STUDY as H13
@@ -28,6 +30,11 @@ from tests.studies.test_outcomes import sensitivity
 
 DOCUMENT = (ROOT / "docs/preregistration.md").read_text("utf-8")
 ASKED = [name for study in grids.studies("arms") for name in study.GRIDS]
+EXTENDED = [
+    name
+    for study in grids.studies("arms")
+    for name in getattr(study, "EXTENDED_GRIDS", ())
+]
 
 
 def test_study_folders_have_known_grids():
@@ -35,14 +42,16 @@ def test_study_folders_have_known_grids():
         p.parent.name for p in (ROOT / "cpt_lab" / "studies").glob("*/__init__.py")
     }
     assert folders == set(grids.STUDIES)
-    assert len(ASKED) == len(set(ASKED))
-    assert set(ASKED) == {
+    assert len(ASKED + EXTENDED) == len(set(ASKED + EXTENDED))
+    assert set(ASKED + EXTENDED) == {
         name for name in grids.QUESTIONS if not name.startswith("execution/")
     }
 
 
 # studies whose runs are not complete
 RUNNING = {"h11"}
+# studies whose extended grids are not complete
+EXTENDED_RUNNING = {"h7", "h10"}
 
 
 def is_stored(name):
@@ -54,7 +63,8 @@ def known_specs(name):
     try:
         return grids.grid_specs(name)
     except NotMeasuredError:
-        assert name.split("/")[0] in RUNNING
+        running = EXTENDED_RUNNING if name in EXTENDED else RUNNING
+        assert name.split("/")[0] in running
         return None
 
 
@@ -86,13 +96,13 @@ def test_study_runs_equal_stored_runs(study):
     keys = {s.key for specs in asked.values() for s in specs}
     stored_keys = list(stored(study)["key"]) if is_stored(study) else []
     assert len(stored_keys) == len(set(stored_keys))
-    if study.partition("-")[0] in RUNNING:
+    if study.partition("-")[0] in RUNNING | EXTENDED_RUNNING:
         assert set(stored_keys) <= keys
     else:
         assert set(stored_keys) == keys
     for name, specs in asked.items():
         assert grids.find_grids(study)[name].artefact == study
-        if name in ASKED and "-rates/" not in name:
+        if name in ASKED + EXTENDED and "-rates/" not in name:
             told = re.findall(
                 rf"run {name} +# (\d+) runs| {name} +(\d+) runs", DOCUMENT
             )
@@ -100,8 +110,9 @@ def test_study_runs_equal_stored_runs(study):
 
 
 def started(store):
-    """Return the start times of the runs of a committed store."""
-    return pd.to_datetime(stored(store)["started"], utc=True, format="ISO8601")
+    """Return the start times of the runs of a committed store, by key."""
+    runs = stored(store).set_index("key")
+    return pd.to_datetime(runs["started"], utc=True, format="ISO8601")
 
 
 @pytest.mark.parametrize(
@@ -113,14 +124,14 @@ def started(store):
     ],
 )
 def test_study_preregistration_is_older_than_its_rows(store):
-    """Require the document before its rows, and chosen learning rates before the test runs."""
+    """Require the document to be older than its rows."""
     begun = started(store)
-    if store in (H7.name, H10.name, H11.name, H13.name):
-        chosen = f"{store}_rates"
-        task = ["dataset", "model"]
-        first = begun.groupby([stored(store)[name] for name in task]).min()
-        last = started(chosen).groupby([stored(chosen)[name] for name in task]).max()
-        assert (first > last[first.index]).all()
+    told = committed_at(f"## {store.partition('_')[0].upper()} ")
+    assert begun.min() > told
+
+
+def committed_at(heading):
+    """Return when a heading of the document was first committed; skip in a shallow clone."""
     git = ["git", "-C", str(ROOT)]
     shallow = subprocess.run(
         [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True
@@ -130,13 +141,54 @@ def test_study_preregistration_is_older_than_its_rows(store):
     ):  # the first commit there looks as if it had written everything
         pytest.skip("no whole history here")
     places = ["PREREGISTRATION.md", "docs/preregistration.md"]
-    heading = f"-S## {store.partition('_')[0].upper()} "
     told = subprocess.run(
-        [*git, "log", "-m", heading, "--format=%ct", "--", *places],
+        [*git, "log", "-m", f"-S{heading}", "--format=%ct", "--", *places],
         capture_output=True,
         text=True,
     )
-    assert begun.min() > pd.Timestamp(int(told.stdout.split()[-1]), unit="s", tz="UTC")
+    return pd.Timestamp(int(told.stdout.split()[-1]), unit="s", tz="UTC")
+
+
+def starts_of(study, method, case):
+    """Return the start times of the stored runs of a task: "rates" choose its learning rates, "runs" are its test."""
+    store = {"rates": f"{study.name}_rates", "runs": study.name}[method]
+    try:
+        specs = getattr(study, method)(case)
+    except NotMeasuredError:
+        return pd.Series(dtype="datetime64[ns, UTC]")
+    begun = started(store)
+    return begun[begun.index.isin([spec.key for spec in specs])]
+
+
+@pytest.mark.parametrize("study", [H7, H10, H11, H13], ids=lambda study: study.name)
+def test_learning_rates_are_chosen_before_test_runs(study):
+    for case in study.cases:
+        rates, runs = starts_of(study, "rates", case), starts_of(study, "runs", case)
+        assert len(rates)
+        if runs.empty:
+            assert study.name in RUNNING
+        else:
+            assert runs.min() > rates.max()
+
+
+@pytest.mark.parametrize(
+    ("study", "extended"),
+    [(H7, EXTENDED_H7), (H10, EXTENDED_H10)],
+    ids=["h7", "h10"],
+)
+def test_extended_rates_are_chosen_before_their_test_runs(study, extended):
+    """Require the document before the rows at rates outside the first grids, and these before their test runs."""
+    told = committed_at("## Extended learning rates of H7 and H10")
+    for case in study.cases:
+        rates, runs = (
+            starts_of(extended, method, case).drop(
+                starts_of(study, method, case).index, errors="ignore"
+            )
+            for method in ("rates", "runs")
+        )
+        assert (rates > told).all()
+        if len(runs):
+            assert runs.min() > rates.max()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from cpt_lab.analysis.preregistered import (
     margin_lines,
 )
 from cpt_lab.analysis.rendering import Section
-from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
+from cpt_lab.studies.h10.arms import EXTENDED_STUDY, LATE, STATIC, STUDY
 from cpt_lab.studies.tuned import FULL_BITS_ARM
 from cpt_lab.studies.tuned_outcome import (
     Task,
@@ -43,6 +43,11 @@ def effects(parts: Sequence[Task], question: str, rule: str = "") -> list[Estima
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H10, a family of three tests, from rows."""
     return answer_questions(*tasks(runs), QUESTIONS)
+
+
+def extended_answers(runs: pd.DataFrame) -> list[Answer]:
+    """Return the answers of H10 at extended learning rates, from rows; a sensitivity analysis."""
+    return answer_questions(*complete(EXTENDED_STUDY, runs), QUESTIONS)
 
 
 def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
@@ -151,4 +156,5 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         note,
         figure,
         FIGURE_ALT,
+        extended=extended_answers(runs),
     )

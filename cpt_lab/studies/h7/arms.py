@@ -75,3 +75,6 @@ STUDY = TunedStudy(
     first_seed=300,
 )
 GRIDS = STUDY.grids()
+
+EXTENDED_STUDY = STUDY.with_extended_rates()
+EXTENDED_GRIDS = EXTENDED_STUDY.grids()

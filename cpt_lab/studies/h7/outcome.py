@@ -26,6 +26,7 @@ from cpt_lab.analysis.style import (
 from cpt_lab.studies.h7.arms import (
     BUDGETS,
     CYCLE_BUDGETS,
+    EXTENDED_STUDY,
     Q_MAX,
     REDUCED_GRAD_BITS,
     STUDY,
@@ -50,6 +51,11 @@ tasks = partial(complete, STUDY)
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H7 and H8, a family of five tests, from rows."""
     return answer_questions(*tasks(runs), QUESTIONS)
+
+
+def extended_answers(runs: pd.DataFrame) -> list[Answer]:
+    """Return the answers of H7 and H8 at extended learning rates, from rows; a sensitivity analysis."""
+    return answer_questions(*complete(EXTENDED_STUDY, runs), QUESTIONS)
 
 
 def p_of_gains(primary: Sequence[Estimate]) -> float:
@@ -252,4 +258,5 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         figure,
         alt,
         *tables,
+        extended=extended_answers(runs),
     )
