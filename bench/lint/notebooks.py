@@ -51,7 +51,7 @@ MACHINE_DEPENDENT = {
     "torch",
     "train",
 }
-READS_ROWS = {"all_committed", "best_rows", "committed", "experiments"}
+READS_ROWS = {"best_rows", "committed", "experiments"}
 
 OPENING = re.compile(
     r"# \d\d · [^\n]+\n\n\*\*Study time\*\* (\d+) minutes[^\n]*\n\n\*\*Needs\*\* [^\n]+\n\n"

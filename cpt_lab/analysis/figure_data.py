@@ -1,6 +1,5 @@
 """Stored runs that a figure of the paper is drawn from, the most informative experiment first.  No torch."""
 
-from functools import cache
 from typing import NamedTuple
 
 import pandas as pd
@@ -34,7 +33,7 @@ def experiments(
         runs: None uses all committed rows.
         model: only runs of this model; "" for all models.
     """
-    candidates = all_committed() if runs is None else runs
+    candidates = committed() if runs is None else runs
     candidates = candidates[candidates["scale"] != "smoke"]
     if model:
         candidates = candidates[candidates["model"] == model]
@@ -63,7 +62,7 @@ def best_rows(
 ) -> pd.DataFrame:
     """Return the most informative experiment of a figure; an empty table if there is none."""
     candidates = experiments(artefact, runs, model)
-    return candidates[0] if candidates else all_committed().iloc[:0]
+    return candidates[0] if candidates else committed().iloc[:0]
 
 
 def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
@@ -79,12 +78,6 @@ def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
                 if row["key"] in keys
             ]
     return specs
-
-
-@cache
-def all_committed() -> pd.DataFrame:
-    """Return the table of all committed rows, which is read once and cached."""
-    return committed()
 
 
 def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:

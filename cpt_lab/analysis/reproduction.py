@@ -22,9 +22,9 @@ from cpt_core.validation import check_choice
 from cpt_lab.analysis import claims, paper_comparison, paper_numbers
 from cpt_lab.analysis.effects import MIN_SEEDS, Effect
 from cpt_lab.analysis.estimates import INCONCLUSIVE, NOT_RUN
-from cpt_lab.analysis.figure_data import all_committed
 from cpt_lab.analysis.figure_data import best_rows as best_rows
 from cpt_lab.analysis.metrics import plural
+from cpt_lab.analysis.run_table import committed
 from cpt_lab.experiments.registry import DATASETS, deficits, recipe
 from cpt_lab.experiments.schema import CYCLIC_RULES, SCALES, Recipe
 from cpt_lab.experiments.spec import RunSpec
@@ -438,7 +438,7 @@ def _claims_table(topic: str, entries: Iterable[claims.Entry]) -> pd.DataFrame:
 @cache
 def _committed_entries(topic: str = "") -> list[claims.Entry]:
     """Return the claims of a section judged by the committed rows; "" for all claims."""
-    return claims.judge_claims(all_committed(), only=_claim_ids(topic))
+    return claims.judge_claims(committed(), only=_claim_ids(topic))
 
 
 def _claim_ids(topic: str) -> list[str]:
@@ -504,7 +504,7 @@ def printed_table(topic: str = "", runs: pd.DataFrame | None = None) -> pd.DataF
         topic: a key of ``SECTIONS``; "" for all numbers.
         runs: None uses all committed rows.
     """
-    all_runs = all_committed() if runs is None else runs
+    all_runs = committed() if runs is None else runs
     numbers = paper_numbers.numbers()
     if topic:
         section = SECTIONS[check_choice("topic", topic, SECTIONS)]

@@ -12,10 +12,10 @@ import json
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from functools import wraps
+from collections.abc import Collection, Iterable
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -120,12 +120,16 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
     return runs if every_rate else tuned(runs)
 
 
-def _read(files: Iterable[Path]) -> list[ResultRow]:
-    return [
-        {**row, "store": _place(file), "title": _title(row, file)}
-        for file in files
-        for row in load_rows(file)
-    ]
+def _read(
+    files: Iterable[Path], keys: Collection[str] | None = None
+) -> list[ResultRow]:
+    """Return the rows of some stores with the columns "store" and "title"; with ``keys`` of these runs alone."""
+    rows: list[ResultRow] = []
+    for file in files:
+        store = _place(file)
+        for row in load_rows(file, keys):
+            rows.append({**row, "store": store, "title": _title(row, file)})
+    return rows
 
 
 def _title(row: ResultRow, file: Path) -> str:
@@ -179,19 +183,37 @@ def _warn_of_other_data(
 def committed(*names: str) -> pd.DataFrame:
     """Return the runs of the stores under ``data/results`` with these names, such as "image_digits", or of all.
 
-    If several stores have a run, the row that counts among all of them is used, whichever stores are named.
+    If several stores have a run, the row that counts among all of them is used, whichever stores are named. Tables are
+    cached while the files stay the same; the returned one is a copy.
     """
     store_files = {path.stem: path for path in sorted(results_dir().glob("*.jsonl"))}
     for name in names:
         check_choice("name of kept rows", name, store_files)
-    named_first = dict.fromkeys(
-        [*(store_files[name] for name in names), *store_files.values()]
-    )
-    rows = _read(named_first)
-    places = {_place(store_files[name]) for name in names or store_files}
-    keys = {row["key"] for row in rows if row["store"] in places}
-    named_rows = [row for row in rows if row["key"] in keys]
-    return tuned(table(newest(_keep_main_data(named_rows)).values()))
+    versions = []
+    for path in store_files.values():
+        status = path.stat()
+        versions.append(_FileVersion(path, status.st_mtime_ns, status.st_size))
+    named_files = tuple(store_files[name] for name in names or store_files)
+    return _committed(named_files, tuple(versions)).copy()
+
+
+class _FileVersion(NamedTuple):
+    """A file, and what changes when it is written."""
+
+    path: Path
+    mtime_ns: int
+    size: int
+
+
+@lru_cache(maxsize=8)
+def _committed(
+    named_files: tuple[Path, ...], all_files: tuple[_FileVersion, ...]
+) -> pd.DataFrame:
+    """Return the runs of named stores among all stores."""
+    rows = _read(named_files)
+    other_files = [file.path for file in all_files if file.path not in named_files]
+    rows += _read(other_files, {row["key"] for row in rows})
+    return tuned(table(newest(_keep_main_data(rows)).values()))
 
 
 def table(rows: Iterable[ResultRow]) -> pd.DataFrame:
@@ -219,12 +241,11 @@ def table(rows: Iterable[ResultRow]) -> pd.DataFrame:
         {**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows
     ]
     _count_diverged(lines, rows)
-    metric_names = dict.fromkeys(
-        name
-        for line in lines
-        for name in line
-        if name not in (*COLUMN_TYPES, "evaluations")
-    )
+    metric_names: dict[str, None] = {}
+    for line in lines:
+        metric_names |= dict.fromkeys(line)
+    for name in (*COLUMN_TYPES, "evaluations"):
+        metric_names.pop(name, None)
     metrics = list(dict.fromkeys([*metric_names, *METRICS]))
     frame = pd.DataFrame(lines, columns=[*COLUMN_TYPES, *metrics, "evaluations"])
     return frame.astype(
@@ -290,6 +311,7 @@ def _count_diverged(lines: list[dict[str, Any]], rows: list[ResultRow]) -> None:
 def _settings(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that a spec determines."""
     recipe, schedule = spec["recipe"], spec["schedule"]
+    text = _recipe_text(recipe)
     start, stop = _deficit_window(schedule)
     from_recipe = ("task", "dataset", "model", "q_min", "n_cycles", "lr")
     return {
@@ -301,12 +323,12 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
         "q_max": spec["q_max"],
         "q_grad": spec["q_grad"],
         **{name: recipe[name] for name in from_recipe},
-        "recipe": _recipe_key(recipe),
-        "recipe_but_aggregation": _recipe_key(recipe, "aggregation"),
-        "recipe_but_cycles": _recipe_key(recipe, "n_cycles"),
-        "recipe_but_fanout": _recipe_key(recipe, "fanout", "aggregation"),
-        "recipe_but_length": _recipe_key(
-            recipe, "steps", "milestones", "evaluate_every"
+        "recipe": _recipe_text_key(text),
+        "recipe_but_aggregation": _recipe_text_key(text, "aggregation"),
+        "recipe_but_cycles": _recipe_text_key(text, "n_cycles"),
+        "recipe_but_fanout": _recipe_text_key(text, "fanout", "aggregation"),
+        "recipe_but_length": _recipe_text_key(
+            text, "steps", "milestones", "evaluate_every"
         ),
         "total_steps": recipe["steps"],
         "learning_rates": len(recipe.get("learning_rates", ())) or 1,
@@ -421,9 +443,20 @@ def _recipe_key(recipe: dict[str, Any], *but: str) -> str:
 
     Recipes that differ only in a learning rate to be chosen have the same name.
     """
+    return _recipe_text_key(_recipe_text(recipe), *but)
+
+
+def _recipe_text(recipe: dict[str, Any]) -> str:
+    return json.dumps(recipe, sort_keys=True)
+
+
+@lru_cache(maxsize=8192)  # thousands of runs share a few recipes
+def _recipe_text_key(text: str, *but: str) -> str:
+    """Return the ``_recipe_key`` of a recipe from its ``_recipe_text``."""
+    recipe = json.loads(text)
     left_out = {*but, "lr"} if len(recipe.get("learning_rates", ())) > 1 else set(but)
     fields = {name: value for name, value in recipe.items() if name not in left_out}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(_recipe_text(fields).encode()).hexdigest()[:8]
 
 
 def _share_at_q_min(row: ResultRow) -> float:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,7 @@ NO_DIGEST = "no digest"  # of a row that is older than digests, in a store witho
 MAX_LISTED_ROWS = 3  # rows that a warning names
 # The beginning of a line of this package, as an interrupted writer leaves it.
 TORN = re.compile(rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+')
+_KEY_FIELD = re.compile(rb'"key"\s*:\s*"([0-9a-f]+)"')  # at any depth of a row
 _LINE_START = b'{"digest": "'
 _DIGEST_DIGITS = 32
 _ROW_START = len(_LINE_START) + _DIGEST_DIGITS + len(b'", ')
@@ -111,8 +112,12 @@ def _invalid(row: ResultRow) -> str:
 
 
 # --- reading a store ------------------------------------------------------------------------------
-def load_rows(store: Path) -> list[ResultRow]:
+def load_rows(store: Path, keys: Collection[str] | None = None) -> list[ResultRow]:
     """Return the newest row of every key, in the order the keys first appeared; an incomplete last line is left out.
+
+    Args:
+        store: file of rows.
+        keys: keys of the runs to read; rows of other runs are neither parsed nor checked. None reads all.
 
     Warns:
         NotIntactWarning: about rows that were changed after they were written. They are left out: their runs count as
@@ -121,7 +126,7 @@ def load_rows(store: Path) -> list[ResultRow]:
     Raises:
         ValueError: for a broken line anywhere else, or a row of another schema version.
     """
-    rows, status = _read_all(store)
+    rows, status = _read_all(store, keys=keys)
     _warn_of_rows("do not count", status.faults)
     _warn_of_rows("are in doubt", status.doubts)
     return list(newest(rows).values())
@@ -201,8 +206,13 @@ def look_up(store: Path, key: str) -> StoreLookup:
     return StoreLookup(newest(matching).get(key), size, is_terminated)
 
 
-def _read_all(*stores: Path) -> tuple[list[ResultRow], Integrity]:
-    """Return the intact rows of stores, several per key if there are, and the integrity of all lines."""
+def _read_all(
+    *stores: Path, keys: Collection[str] | None = None
+) -> tuple[list[ResultRow], Integrity]:
+    """Return the intact rows of stores, several per key if there are, and the integrity of all lines.
+
+    With ``keys`` it is the rows of these runs alone, and their integrity.
+    """
     rows: list[ResultRow] = []
     faults: list[str] = []
     doubts: list[str] = []
@@ -211,7 +221,11 @@ def _read_all(*stores: Path) -> tuple[list[ResultRow], Integrity]:
         checker = LineChecker(store)
         first_results = dict[tuple[str, int | None], tuple[int, ResultRow]]()
         for number, line in enumerate(_lines(store), 1):
+            if keys is not None and not _has_key(line, keys):
+                continue
             row, fault = checker.check(number, line)
+            if keys is not None and row["key"] not in keys:
+                continue
             if fault and fault != NO_DIGEST:
                 faults.append(f"{store}, line {number}: {fault}")
                 continue
@@ -230,6 +244,11 @@ def _read_all(*stores: Path) -> tuple[list[ResultRow], Integrity]:
                 )
     total = len(rows) + len(faults)
     return rows, Integrity(total, without_digest, tuple(faults), tuple(doubts))
+
+
+def _has_key(line: bytes, keys: Collection[str]) -> bool:
+    """Return whether some field "key" of an unparsed row is one of the given keys."""
+    return any(key.decode() in keys for key in _KEY_FIELD.findall(line))
 
 
 def _contradict(row: ResultRow, other: ResultRow) -> bool:

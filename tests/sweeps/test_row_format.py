@@ -345,6 +345,24 @@ def test_row_of_any_content_round_trips(spec, fields, is_old):
         assert stores.find_row(store, row["key"]) is not None
 
 
+def test_load_rows_of_keys_skips_other_lines(store):
+    first, second, third = new_rows()
+    spaced = json.dumps(second, separators=(" , ", " : ")).encode() + b"\n"
+    store.write_bytes(line_of(first) + b"nonsense\n" + spaced + line_of(third))
+    keys = {first["key"], second["key"]}
+    assert stores.load_rows(store, keys) == [first, second]
+    assert stores.load_rows(store, {third["key"]}) == [third]
+    assert stores.load_rows(store, set()) == []
+    # The key of another run inside of a row does not make it a row of that run.
+    third["note"] = {"key": first["key"]}
+    store.write_bytes(line_of(third))
+    assert stores.load_rows(store, keys) == []
+    # Rows that are read are checked.
+    store.write_bytes(line_of(first).replace(b'"value": 0.5', b'"value": 0.6'))
+    with pytest.warns(NotIntactWarning, match="it was changed after it was written"):
+        assert stores.load_rows(store, keys) == []
+
+
 def test_integrity_reports_conflicting_results(store):
     first, second, third = new_rows()
     failed = first | {"status": "failed", "metrics": [], "error": "x"}
