@@ -186,6 +186,24 @@ def test_three_lines_load_few_modules():
     assert 30 < len(sizes.loaded_files()) <= MAX_LOADED_MODULES
 
 
+def test_quantized_training_step_imports_no_compiler():
+    """Importing ``torch._dynamo`` takes as long as importing torch; optimizers import it, the package does not."""
+    script = """
+import sys, torch, cpt_core as cpt
+model = cpt.quantize_(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
+schedule = cpt.make_schedule("CR", 3, 8, 100)
+precision = cpt.PrecisionScheduler(model, schedule)
+for _ in range(10):
+    model(torch.randn(3, 4)).sum().backward()
+    precision.step()
+assert "torch._dynamo" not in sys.modules
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+
+
 def test_cpt_command_names_missing_extra():
     script = "import sys, cpt_lab; sys.modules['typer'] = None; cpt_lab.main()"
     process = subprocess.run(

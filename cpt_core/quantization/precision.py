@@ -605,7 +605,7 @@ class LayerPrecision(nn.Module):
         return f"{self.grids.describe(self.active_bits)}, execution={execution}, kernels={kernels}"
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler here
 def _with_split_gradient(*arguments: Any) -> Tensor:
     return extensions.load("split_gradients").matmul_with_split_gradient(*arguments)
 

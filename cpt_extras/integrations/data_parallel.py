@@ -47,7 +47,7 @@ def share_ranges_of_active() -> None:
         parallel.register_forward_pre_hook(_share_ranges)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler here
 def _share_ranges(parallel: Any, args: Any) -> None:
     """Forward pre-hook: broadcast running ranges when buffers are broadcast, which they are not."""
     if (

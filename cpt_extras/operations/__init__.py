@@ -11,11 +11,11 @@ The design: ``quantize_`` loads this package through ``cpt_core.extensions``; ea
 - ``split_gradients``: separate formats of the output gradient for the input gradient and the weight gradient.
 - ``forward_state`` and ``recomputation``: recomputation in the backward pass uses the bits of the forward pass.
 - ``guarded_mode``: interception inside replicas, interrupted forward passes, compiled code and checkpoints.
-- ``autocast_matmul``: backward passes that a compiler traces under autocast stay in float32.
+- ``autocast_matmul``, ``traced_matmul``: backward passes that a compiler traces under autocast stay in float32.
 - ``unsupported_tensors``: a clear error for tensors of other classes, such as weights that are quantised already.
 
 The trade-offs: ``guarded_mode`` looks at Python frames, which costs some microseconds per module. Functions without a
-handler run in float32; ``cpt.diagnostics.check`` finds them (docs/fallbacks.md).
+handler run in float32; ``cpt.check`` finds them (docs/fallbacks.md).
 """
 
 from __future__ import annotations
