@@ -449,7 +449,7 @@ def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
     return ", ".join(parts) or "none"
 
 
-def claims_headline(entries: list[Entry]) -> str:
+def claims_headline(entries: Sequence[Entry]) -> str:
     """Return the verdicts on all claims in one line."""
     at_paper_scale = tally(entries, paper_scale=True)
     at_smaller_scales = tally(entries, paper_scale=False)
@@ -459,9 +459,8 @@ def claims_headline(entries: list[Entry]) -> str:
     )
 
 
-def section(runs: pd.DataFrame) -> Section:
-    """Return the table of claims as a section of a page."""
-    entries = judge_claims(runs)
+def section(entries: Sequence[Entry]) -> Section:
+    """Return the table of judged claims as a section of a page."""
     note = (
         "Verdicts follow written rules (docstring of `cpt_lab/analysis/claims.py`) from the rows of this page; 'rule "
         "of' is the date of the last change of a rule. Only runs at paper scale confirm or contradict. Smaller scales "

@@ -31,7 +31,8 @@ from cpt_lab.analysis import (
     reproduction,
     run_groups,
 )
-from cpt_lab.analysis.claims import section as of_claims
+from cpt_lab.analysis.claims import judge_claims
+from cpt_lab.analysis.claims import section as section_of_claims
 from cpt_lab.analysis.estimates import NOT_RUN
 from cpt_lab.analysis.metrics import metric_of, plural
 from cpt_lab.analysis.rendering import Section, render
@@ -210,10 +211,12 @@ def _paper_sections(
         if figures.get(topic) or is_running:
             topics.append(topic)
 
-    committed_tables, run_tables = {}, {}
+    committed_tables: dict[str, pd.DataFrame] = {}
+    run_tables: dict[str, pd.DataFrame] = {}
     if topics and has_claims:
         committed_tables = reproduction.claims_tables()
-        run_tables = reproduction.claims_tables(runs) if len(runs) else {}
+        if len(runs):
+            run_tables = reproduction.claims_tables(judge_claims(runs))
 
     for topic in sorted(topics, key=lambda topic: reproduction.SECTIONS[topic].number):
         section = reproduction.SECTIONS[topic]
@@ -325,9 +328,10 @@ def _report_sections(
     yield from _result_sections(runs)
     for study in studies("outcome"):
         yield from study.sections(runs)
-    claim_tables = reproduction.claims_tables(runs) if len(runs) else {}
+    entries = judge_claims(runs)
+    claim_tables = reproduction.claims_tables(entries) if len(runs) else {}
     yield from _claims_by_section(claim_tables)
-    yield of_claims(runs)
+    yield section_of_claims(entries)
     yield from predictors.sections(runs)
     alt = "precision over training steps for the ten schedules"
     yield Section("Figure 2: the ten schedules", (), figure_2(), alt)

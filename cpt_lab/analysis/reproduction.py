@@ -420,9 +420,12 @@ def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
     return _claims_table(topic, claims.judge_claims(runs, only=_claim_ids(topic)))
 
 
-def claims_tables(runs: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
-    """Return ``claims_table`` of every section; the runs are judged once, which takes seconds."""
-    entries = _committed_entries() if runs is None else claims.judge_claims(runs)
+def claims_tables(
+    entries: Sequence[claims.Entry] | None = None,
+) -> dict[str, pd.DataFrame]:
+    """Return ``claims_table`` of every section, from judged claims; None uses all committed rows."""
+    if entries is None:
+        entries = _committed_entries()
     return {topic: _claims_table(topic, entries) for topic in SECTIONS}
 
 
