@@ -134,6 +134,17 @@ def test_load_deduplicates_runs_across_stores(tmp_path, monkeypatch):
         assert load(a, b).accuracy[0] == load(b, a).accuracy[0] == 0.7
 
 
+def test_committed_table_is_copy_of_current_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("cpt_lab.analysis.run_table.results_dir", lambda: tmp_path)
+    (spec,) = demo(schedules=["CR"], static_bits=[], seeds=[0])
+    for value in (0.5, 0.75):
+        write_rows(tmp_path / "a.jsonl", stored_row(spec, value))
+        found = committed("a")
+        assert found.accuracy.tolist() == [value]
+        found["accuracy"] = 0.0
+        assert committed("a").accuracy.tolist() == [value]
+
+
 def test_load_warns_of_different_data(tmp_path):
     """Exclude runs on data with a different checksum, and warn."""
     one_arm = {"schedules": ["CR"], "static_bits": []}
