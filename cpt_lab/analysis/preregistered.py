@@ -157,18 +157,18 @@ def add_rules(
             for other in correct_answers(rule_family)
             if other.question == answer.question
         )
-        outcomes[rule] = _outcome_alone(rule_outcome.outcome)
+        outcomes[rule] = outcome_alone(rule_outcome.outcome)
         without_names = re.sub(r" \([^()]*\)", "", rule_outcome.outcome)
         p = _number(rule_outcome.adjusted)
         texts.append((rule, f"{without_names}; p {p} after Holm's correction"))
     outcome = answer.outcome
-    dependence = rule_dependence(_outcome_alone(outcome), outcomes)
+    dependence = rule_dependence(outcome_alone(outcome), outcomes)
     if dependence:
         outcome = "; ".join(filter(None, [outcome, dependence]))
     return replace(answer, outcome=outcome, by_rule=tuple(texts))
 
 
-def _outcome_alone(word: str) -> str:
+def outcome_alone(word: str) -> str:
     """Return an outcome without its remark: "inconclusive" for "inconclusive; the pair gains in 3 of 6"."""
     return re.split("[:;]", word, maxsplit=1)[0]
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis import baselines
 from cpt_lab.analysis.estimates import (
     EVALUATION_RULES,
+    NOT_FINISHED,
     Estimate,
     find_complete,
     run_frame,
@@ -24,6 +25,7 @@ from cpt_lab.analysis.preregistered import (
     Answer,
     add_rules,
     correct_answers,
+    outcome_alone,
     secondary,
     summary,
 )
@@ -141,18 +143,29 @@ def answer_questions(
 def compare_rate_grids(
     registered: Sequence[Answer], extended: Sequence[Answer]
 ) -> pd.DataFrame:
-    """Return a printable table of the outcomes at the preregistered learning rates and at extended ones."""
+    """Return a printable table of the outcomes at the preregistered learning rates and at extended ones.
+
+    An answer depends on the learning rates if its outcome without the remark differs.
+    """
     lines = []
     for answer, extended_answer in zip(registered, extended, strict=True):
         if answer.question != extended_answer.question:
             raise ValueError(
                 f"extended: expected the answer to {answer.question}, got one to {extended_answer.question}"
             )
-        lines.append((answer.question, answer.outcome, extended_answer.outcome))
+        outcomes = (answer.outcome, extended_answer.outcome)
+        if any(outcome.startswith(NOT_FINISHED) for outcome in outcomes):
+            dependence = "–"
+        elif outcome_alone(outcomes[0]) == outcome_alone(outcomes[1]):
+            dependence = "no"
+        else:
+            dependence = "yes"
+        lines.append((answer.question, *outcomes, dependence))
     columns = [
         "",
         "outcome at the preregistered learning rates",
         "outcome at extended ones",
+        "depends on the rates",
     ]
     return pd.DataFrame(lines, columns=columns)
 

@@ -566,9 +566,12 @@ def test_h10_extended_rates_answer_beside_preregistered(rated):
         h10.answers(runs[is_registered])
     )
     outcomes = compare_rate_grids(h10.answers(runs), h10.extended_answers(runs))
-    for _, registered, extended_outcome in outcomes.itertuples(index=False):
+    for _, registered, extended_outcome, depends in outcomes.itertuples(index=False):
         assert registered.startswith("confirmed: the forward switch beats it nowhere")
         assert extended_outcome.startswith("contradicted: the forward switch wins in 5")
+        assert depends == "yes"
+    same = compare_rate_grids(h10.answers(runs), h10.answers(runs))
+    assert set(same["depends on the rates"]) == {"no"}
     refused(
         "extended: expected the answer to H10a, got one to H10b",
         compare_rate_grids,
