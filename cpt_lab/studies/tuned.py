@@ -50,13 +50,13 @@ class TunedStudy:
     tuned_as: Callable[[str], str] = lambda arm: arm
     # bits of evaluation to choose from, keys of ``EVALUATION_PRECISIONS``
     evaluations: Sequence[str] = tuple(EVALUATION_PRECISIONS)
-    grid_suffix: str = ""  # end of the names of its grids
+    grid_suffix: str = ""  # follows the name of the study in the names of its grids
 
     def with_extended_rates(self) -> "TunedStudy":
         """Return the same arms with grids of learning rates that go on until the best rate is inside.
 
-        Its rows are stored in the files of this study; its grids are "NAME-rates/TASK-extended" and
-        "NAME/TASK-extended".
+        Its rows are stored in the files of this study; its grids are "NAME-extended-rates/TASK" and
+        "NAME-extended/TASK".
         """
         return replace(self, extends_rates=True, grid_suffix="-extended")
 
@@ -139,16 +139,15 @@ class TunedStudy:
         grids: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {}
         for prefix, make, description in (
             (
-                f"{self.name}-rates",
+                f"{self.name}{self.grid_suffix}-rates",
                 self.rates,
                 f"learning rates of every arm of {self.name.upper()}",
             ),
-            (self.name, self.runs, self.description),
+            (f"{self.name}{self.grid_suffix}", self.runs, self.description),
         ):
             for task, cases in tasks.items():
                 make_runs = partial(_runs_of_cases, make, cases)
-                name = f"{task}{self.grid_suffix}"
-                grids[f"{prefix}/{name}"] = (make_runs, f"{description}, {name}")
+                grids[f"{prefix}/{task}"] = (make_runs, f"{description}, {task}")
         return grids
 
 
@@ -217,7 +216,7 @@ def held_out(study: TunedStudy, case: str) -> dict[str, dict[tuple[float, str], 
         raise NotMeasuredError(
             f"{results_dir() / study.file} lacks {num_missing} of the {num_runs} runs that choose the learning rates "
             f"of {case!r}; run them: python -m cpt_lab run "
-            f"{study.name}-rates/{case.partition('/')[0]}{study.grid_suffix}"
+            f"{study.name}{study.grid_suffix}-rates/{case.partition('/')[0]}"
         )
     return {arm: dict(tuned.qualities) for arm, tuned in tuning.items()}
 
