@@ -2,11 +2,15 @@
 
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 
 import pandas as pd
 
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis import reproduction
 from cpt_lab.analysis.claims import Entry
 from cpt_lab.analysis.effects import MIN_SEEDS, Effect
@@ -28,6 +32,33 @@ DATA_TITLES = {
     "voc2007-subset320": "Pascal VOC (320 pictures)",
     "xnli": "XNLI",
 }
+# store, data set and model, lowest and highest bits -> schedule -> its bits at the last step, below the highest
+LastBits = dict[tuple[str, str, str], dict[str, set[int]]]
+
+
+def last_bits(runs: pd.DataFrame) -> LastBits:
+    """Return the bits at which schedules end in every experiment, for those that do not end at q_max.
+
+    A cycle of few steps does not reach the steep end of REX.
+    """
+    columns = ["store", "dataset", "model", "q_min", "q_max"]
+    columns += ["arm", "total_steps", "n_cycles"]
+    schedules = runs.loc[runs["arm"].isin(SUITE), columns].drop_duplicates()
+    found: LastBits = {}
+    for run in schedules.itertuples():
+        steps = int(run.total_steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShortCycleWarning)
+            schedule = make_schedule(run.arm, run.q_min, run.q_max, steps, run.n_cycles)
+        bits = schedule(steps - 1)
+        if bits < run.q_max:
+            place = f"{run.dataset.rstrip('/')}/{run.model}"
+            store = run.store.rpartition("/")[2]
+            experiment = found.setdefault(
+                (store, place, f"{run.q_min} to {run.q_max}"), {}
+            )
+            experiment.setdefault(run.arm, set()).add(bits)
+    return found
 
 
 class ClaimTables:
@@ -35,10 +66,12 @@ class ClaimTables:
 
     Args:
         entries: the claims with their effects.
+        last_bits: a result of ``last_bits``.
     """
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry], last_bits: LastBits) -> None:
         self.entries = list(entries)
+        self.last_bits = last_bits
         self.effects: dict[str, list[Effect]] = {}  # by experiment
         for entry in self.entries:
             for effect, _ in entry.effects:
@@ -65,10 +98,24 @@ class ClaimTables:
                     "the paper says",
                     "verdict",
                     "measured",
-                    "rule of (older rows)",
+                    "rule last changed (older rows)",
                 ],
             )
         )
+
+    def effect(self, claim_id: str, experiment: str, unit: str = "points") -> str:
+        """Return mean, 95 % interval and number of seeds of a claim's effect; KeyError if there is none."""
+        for entry in self.entries:
+            for effect, _ in entry.effects:
+                if (entry.claim.id, experiment_name(effect)) == (claim_id, experiment):
+                    interval = interval_text(*effect.interval)
+                    return f"{interval} {unit} (n = {effect.n})"
+        raise KeyError(f"no effect of {claim_id} in {experiment}")
+
+    def verdict(self, claim_id: str) -> str:
+        """Return the verdict on a claim, such as "same sign in 9 of 12 experiments"."""
+        (entry,) = (entry for entry in self.entries if entry.claim.id == claim_id)
+        return verdict_text(entry)
 
     def experiments(self) -> str:
         """Return a table with a line per experiment: training, baseline, and files of its rows."""
@@ -77,6 +124,7 @@ class ClaimTables:
             trained = effects[0].experiment.rpartition(", ")[0]
             if effects[0].higher_range_test():
                 trained += f"; range test finds {effects[0].higher_range_test()} bits"
+            trained += self._last_bits_text(effects)
             baseline = (
                 "see the effects"
                 if self._has_several_baselines(name)
@@ -94,6 +142,28 @@ class ClaimTables:
             pd.DataFrame(lines, columns=["experiment", "trained", "baseline", "rows"])
         )
 
+    def has_short_cycles(self) -> bool:
+        """Return whether a schedule ends below q_max in one of the experiments."""
+        return any(map(self._last_bits_text, self.effects.values()))
+
+    def _last_bits_text(self, effects: Iterable[Effect]) -> str:
+        """Return the schedules of an experiment that end below q_max, such as "; RR ends at 6 bits"."""
+        arms_by_bits: dict[str, list[str]] = {}
+        bits_by_arm: dict[str, set[int]] = {}
+        for effect in effects:
+            q_range = effect.experiment.rpartition(", ")[2].removesuffix(" bits")
+            for store in effect.stores:
+                experiment = self.last_bits.get((store, effect.place, q_range), {})
+                for arm, bits in experiment.items():
+                    bits_by_arm.setdefault(arm, set()).update(bits)
+        for arm in filter(bits_by_arm.__contains__, SUITE):
+            bits_text = " or ".join(map(str, sorted(bits_by_arm[arm])))
+            arms_by_bits.setdefault(bits_text, []).append(arm)
+        return "".join(
+            f"; {', '.join(arms)} end{'s' * (len(arms) == 1)} at {bits_text} bits"
+            for bits_text, arms in arms_by_bits.items()
+        )
+
     def _has_several_baselines(self, name: str) -> bool:
         return len({effect.baseline for effect in self.effects[name]}) > 1
 
@@ -102,7 +172,7 @@ class ClaimTables:
         if not entry.effects:
             return "–"
         if entry.effects[0][0].scale == "exact":
-            return entry.effects[0][0].comparison
+            return "<br>".join(effect.comparison for effect, _ in entry.effects)
         comparisons = Counter(_comparison(effect) for effect, _ in entry.effects)
         shared, count = comparisons.most_common(1)[0]
         if count == 1 < len(entry.effects):

@@ -17,7 +17,7 @@ from cpt_lab.analysis.quality_cost import (
     paired_difference,
 )
 from cpt_lab.analysis.run_groups import at_q_max, title_of
-from cpt_lab.analysis.statistics import interval
+from cpt_lab.analysis.statistics import ALPHA, interval
 from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, TEXT, name_points, subplots
 
 PAPER_GREY = "#777777"
@@ -35,44 +35,54 @@ CIFAR_STATED = (
 def differences(runs: pd.DataFrame) -> pd.DataFrame:
     """Return every arm's difference from static q_max in percentage points: paired mean, 95 % interval, n, cost.
 
+    ``sign`` is that of a difference which is significant after Bonferroni's correction over the schedules, else 0.
+
     Args:
         runs: of one image experiment, with static q_max.
     """
     runs = on_common_seeds(at_q_max(runs, None))
     factor = metric_named(metric_of(runs)).factor
     baseline = f"static {int(runs['q_max'].iloc[0])}"
+    level = ALPHA / max(1, len(set(runs["arm"]) & set(SUITE)))
     lines = []
     for arm, part in runs.groupby("arm"):
         first = part.iloc[0]
         gain, low, high, seeds = 0.0, float("nan"), float("nan"), part["seed"].nunique()
+        sign = 0
         if arm != baseline:
             values = factor * paired_difference(runs, str(arm), baseline)
             gain, low, high = interval(values)
+            _, corrected_low, corrected_high = interval(values, level)
+            sign = int(corrected_low > 0) - int(corrected_high < 0)
             seeds = len(values)
-        lines.append(
-            (arm, first["savings"], first["relative_cost"], gain, low, high, seeds)
-        )
-    columns = ["arm", "savings", "relative_cost", "gain", "low", "high", "n"]
+        cost = first["relative_cost"]
+        lines.append((arm, first["savings"], cost, gain, low, high, sign, seeds))
+    columns = ["arm", "savings", "relative_cost", "gain", "low", "high", "sign", "n"]
     return pd.DataFrame(lines, columns=columns).sort_values(
         "relative_cost", ignore_index=True
     )
 
 
 def finding(arms: pd.DataFrame) -> str:
-    """Return a sentence: how many schedules are above and below static q_max, by their 95 % intervals.
+    """Return a sentence: how many schedules are significantly above and below static q_max.
 
-    >>> lines = [("CR", 0.4, 0.2, 0.6), ("RR", -1.0, -1.5, -0.5), ("ER", 0.1, -0.2, 0.4)]
-    >>> finding(pd.DataFrame(lines, columns=["arm", "gain", "low", "high"]).assign(n=8))
-    'Of 3 schedules 1 is more accurate than static 8, 1 is less accurate'
+    >>> lines = pd.DataFrame({"arm": ["CR", "RR", "ER"], "sign": [1, -1, 0], "n": 8})
+    >>> finding(lines)
+    'Of 3 schedules 1 is more accurate than static 8, 1 is less accurate (corrected for 3 comparisons)'
     """
     schedules = arms[arms["arm"].isin(SUITE)]
     if schedules["n"].min() < 3:
         return f"{plural(int(schedules['n'].min()), 'seed')}: too few to compare schedules with static 8"
-    above, below = int((schedules["low"] > 0).sum()), int((schedules["high"] < 0).sum())
-    verbs = ["is" if count == 1 else "are" for count in (above, below)]
+    above, below = (
+        int((schedules["sign"] > 0).sum()),
+        int((schedules["sign"] < 0).sum()),
+    )
+    counts = [
+        f"{count or 'none'} {'are' if count > 1 else 'is'}" for count in (above, below)
+    ]
     return (
-        f"Of {len(schedules)} schedules {above} {verbs[0]} more accurate than static 8, "
-        f"{below} {verbs[1]} less accurate"
+        f"Of {len(schedules)} schedules {counts[0]} more accurate than static 8, "
+        f"{counts[1]} less accurate (corrected for {plural(len(schedules), 'comparison')})"
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from book import figures
-from book.claim_tables import ClaimTables, printed_numbers, with_titles
+from book.claim_tables import ClaimTables, last_bits, printed_numbers, with_titles
 from cpt_core.schedules.profiles import SUITE
 from cpt_extras.files import write_text
 from cpt_lab import commands
@@ -92,7 +92,11 @@ def pages() -> dict[Path, str]:
     replications = _replicated_effects(answers)
     tasks = list(_tasks_by_grid(runs))
     stored_at_paper = set(runs.loc[runs["scale"] == "paper", "key"])
-    claim_tables = {topic: ClaimTables(entries) for topic, entries in by_topic.items()}
+    ends = last_bits(runs)
+    claim_tables = {
+        topic: ClaimTables(topic_entries, ends)
+        for topic, topic_entries in by_topic.items()
+    }
     stored = {
         name: _stored_text(grids, stored_at_paper) for name, grids in GRIDS.items()
     }
@@ -105,9 +109,13 @@ def pages() -> dict[Path, str]:
         "results.md.j2",
         Path(__file__).parent,
         at_equal_cost=_at_equal_cost(load(results_dir() / "at_found_q_min.jsonl")),
-        by_topic={**by_topic, "all": entries},
+        of_paper={
+            topic: list(filter(_is_of_paper, topic_entries))
+            for topic, topic_entries in {**by_topic, "all": entries}.items()
+        },
+        own_claims=list(itertools.filterfalse(_is_of_paper, entries)),
         claim_tables=claim_tables,
-        coverage=claims.coverage(entries),
+        coverage=claims.coverage(filter(_is_of_paper, entries)),
         decays=deficit_dates.outcome(decay_runs(runs)),
         deficit_dates=deficit_dates,
         damage_missing=damage_missing,
@@ -158,6 +166,10 @@ def pages() -> dict[Path, str]:
         ]
     )
     return texts | {paper_dir() / "claims.txt": f"{claims_text}\n"}
+
+
+def _is_of_paper(entry: claims.Entry) -> bool:
+    return entry.claim.is_of_paper
 
 
 def _is_new(answer: preregistered.Answer) -> bool:

@@ -127,7 +127,13 @@ def three_products(q: int, q_grad: int) -> Figure:
     bits = {"inputs": q, "weights": q, "output gradients": q_grad}
     products = (
         ("forward", "inputs", "weights", "outputs", "$Y = X\\,W$"),
-        ("error", "output gradients", "weights", "input gradients", "$E\\,W^T$"),
+        (
+            "input gradient",
+            "output gradients",
+            "weights",
+            "input gradients",
+            "$E\\,W^T$",
+        ),
         (
             "weight gradient",
             "inputs",

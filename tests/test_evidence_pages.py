@@ -3,8 +3,11 @@
 import json
 import re
 
+import pandas as pd
 import pytest
 
+from book.claim_tables import last_bits
+from cpt_lab.analysis.claims import claims
 from cpt_lab.paths import ROOT, results_dir
 
 PAGES = ROOT / "docs" / "reproducing"
@@ -110,6 +113,58 @@ def test_questions_and_repeating_pages_state_baselines():
 
 def test_index_page_counts_claims_without_evidence():
     pattern = r"(\d+) of the (\d+) claims have a measured or computed effect"
-    measured, claims = map(int, re.search(pattern, page("index")).groups())
+    measured, total = map(int, re.search(pattern, page("index")).groups())
     texts = [path.read_text() for path in PAGES.glob("*.md")]
-    assert claims - measured == sum(text.count("**not run**") for text in texts)
+    assert total - measured == sum(text.count("**not run**") for text in texts)
+
+
+def test_index_page_counts_claims_of_paper_alone():
+    (total,) = re.findall(r"^\| all \| +\| (\d+) \|", page("index"), re.M)
+    lines = re.findall(r"^\| [^|]+ \| [^|]+ \| (\d+) \|", page("index"), re.M)
+    of_paper = [claim for claim in claims() if not claim.place.startswith("ours")]
+    assert int(total) == len(of_paper) < len(claims())
+    assert sum(map(int, lines)) == int(total)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("critical-periods", "images", "graphs", "language", "detection"),
+        *("schedules", "entailment"),
+    ],
+)
+def test_evidence_page_begins_with_answers(name):
+    """Begin with the paper, our result, how sure it is, and why they may differ."""
+    text = page(name)
+    short = section_of(name, "## In short")
+    heads = re.findall(r"^- \*\*([^*]+)\*\*: \S", short, re.M)
+    assert heads == ["The paper", "Here", "How sure", "Why they may differ"]
+    assert text.index("## In short") == text.index("## ")
+
+
+def test_pages_describe_every_committed_store():
+    texts = "".join(path.read_text() for path in PAGES.glob("*.md"))
+    stores = [path.name for path in results_dir().glob("*.jsonl")]
+    assert len(stores) > 20
+    assert [store for store in stores if f"`{store}` | " not in texts] == []
+
+
+def test_evidence_pages_name_schedules_that_end_below_q_max():
+    runs = pd.DataFrame(
+        {
+            "arm": ["RR", "CR", "static 8", "RR"],
+            "q_min": 2,
+            "q_max": 8,
+            "total_steps": [64, 64, 64, 6400],
+            "n_cycles": 4,
+            "store": ["data/results/a.jsonl"] * 3 + ["data/results/b.jsonl"],
+            "dataset": "graph/",
+            "model": "gcn",
+        }
+    )
+    assert last_bits(runs) == {("a.jsonl", "graph/gcn", "2 to 8"): {"RR": {6}}}
+    text = section_of("graphs", "## Claims and measurements")
+    (line,) = re.findall(r"^\| Facebook/gcn 2-8 .*$", text, re.M)
+    assert "; RR, RTV, RTH end at 6 bits" in line
+    assert "say little about the paper" in " ".join(text.split())
+    assert "say little about the paper" not in " ".join(page("images").split())

@@ -253,8 +253,8 @@ class Recording:
         with quantised gradients is expected to stall where ||gradient|| / (sigma sqrt(d)) falls below sqrt(3), which is
         ``MIN_GRADIENT_TO_NOISE`` or 4.8 dB (Chmiel et al., FP4 All the Way, arXiv 2505.19115).
 
-        Differs: their rule for ``gradient_to_noise`` is about the gradient of all parameters and all noise in it; here
-            are one layer's gradient of its output and the noise of rounding this tensor.
+        Differs: the rule of Chmiel et al. is about the gradient of all parameters and all noise in it;
+            ``gradient_to_noise`` is of one layer's gradient of its output and the noise of rounding this tensor.
         """
         pandas = import_optional("pandas", "lab")
         rows = [row for step in self._recorded for row in self._rows(step)]

@@ -450,11 +450,12 @@ def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
 
 
 def claims_headline(entries: Sequence[Entry]) -> str:
-    """Return the verdicts on all claims in one line."""
-    at_paper_scale = tally(entries, paper_scale=True)
-    at_smaller_scales = tally(entries, paper_scale=False)
+    """Return the verdicts on the claims of the paper in one line."""
+    of_paper = [entry for entry in entries if entry.claim.is_of_paper]
+    at_paper_scale = tally(of_paper, paper_scale=True)
+    at_smaller_scales = tally(of_paper, paper_scale=False)
     return (
-        f"{len(entries)} claims, exactly or at the paper's scale: {at_paper_scale}; "
+        f"{len(of_paper)} claims of the paper, exactly or at its scale: {at_paper_scale}; "
         f"at smaller ones: {at_smaller_scales}; others: {INCONCLUSIVE} or {NOT_RUN}"
     )
 

@@ -149,8 +149,9 @@ def saved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 
 
 def aggregation_share(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """Check that sums over neighbours cost at most ``a`` percent of a forward pass's BitOps (static 8 bits, FP-Agg).
+    """Check that sums over neighbours are at most ``a`` percent of a forward pass (static 8 bits, FP-Agg).
 
+    The paper does not say of what they are a portion: one effect is of the operations, one of their BitOps.
     Counted on OGBN-Arxiv's GCN with a hundredth of its nodes and edges: the shares depend on the edges per node alone.
     """
     import torch
@@ -180,9 +181,10 @@ def aggregation_share(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
             / sum(counts.values())
         )
 
-    bitops = share({name: passes["forward"] for name, passes in plan.bitops.items()})
-    comparison = (
-        f"OGBN-Arxiv, GCN, static 8 bits, FP-Agg: {share(plan.macs):.1f} % of the operations, "
-        f"{bitops:.1f} % of BitOps"
-    )
-    yield from _exact("counted", bitops <= float(claim.a), comparison)
+    bitops = {name: passes["forward"] for name, passes in plan.bitops.items()}
+    for counts, unit in ((plan.macs, "operations"), (bitops, "BitOps")):
+        percent = share(counts)
+        comparison = (
+            f"OGBN-Arxiv, GCN, static 8 bits, FP-Agg: {percent:.1f} % of the {unit}"
+        )
+        yield from _exact("counted", percent <= float(claim.a), comparison)

@@ -128,6 +128,11 @@ class Claim:
     since: str
     rule: str
 
+    @property
+    def is_of_paper(self) -> bool:
+        """Whether the paper makes the claim; the place of the other ones begins with "ours"."""
+        return not self.place.startswith("ours")
+
 
 def effect_of(
     runs: pd.DataFrame,

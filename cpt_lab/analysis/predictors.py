@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from cpt_lab.analysis.estimates import INCONCLUSIVE
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.run_groups import (
@@ -134,7 +135,7 @@ def predictors(
 
     - An experiment is one recipe at one q_max; it needs ten arms and two seeds.
     - A predictor is "better" than cost in an experiment when the 95 % interval of its strength minus that of cost lies
-      above 0, "worse" when it lies below, else "undecided".
+      above 0, "worse" when it lies below, else "inconclusive".
     - It is the better predictor of quality when it is better than cost in at least two domains and worse in none.
 
     Each verdict is about one experiment; ``claims`` tests several experiments together, by stricter rules. In the
@@ -157,7 +158,7 @@ def predictors(
     verdicts = np.select(
         [correlations["difference_low"] > 0, correlations["difference_high"] < 0],
         ["better", "worse"],
-        "undecided",
+        INCONCLUSIVE,
     )
     return correlations.assign(verdict=verdicts)
 

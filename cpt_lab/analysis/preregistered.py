@@ -256,12 +256,13 @@ def margin_lines(
     positive = significant_effects(effects, "greater", 0.025)
     lines = []
     for name, effect in zip(names, effects, strict=True):
+        within = "within the margin"
         if effect.description in negative:
-            word = below
+            word = f"{below}, {within}" if effect.small else below
         elif effect.description in positive:
-            word = above
+            word = f"{above}, {within}" if effect.small else above
         else:
-            word = "within the margin" if effect.small else INCONCLUSIVE
+            word = within if effect.small else INCONCLUSIVE
         low, high = effect.interval()
         lines.append(
             IntervalLine(

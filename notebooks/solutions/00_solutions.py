@@ -34,7 +34,7 @@ def my_linear(x, weight, bias, bits):
 half = cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=64_000)
 
 # 2. Static 5 costs (25 + 80) / 192 = 0.547, static 6 already 0.688, and CR 0.633.
-rival = cpt.StaticSchedule(5, 64_000)
+baseline = cpt.StaticSchedule(5, 64_000)
 
 # 3. The cosine rounds to 8 bits above 7.5, which is the last fifth of a cycle.
 share = (
@@ -44,5 +44,5 @@ share = (
 
 exercises.check("00.4", my_linear)
 exercises.check("00.1", half)
-exercises.check("00.2", rival)
+exercises.check("00.2", baseline)
 exercises.check("00.3", share)

@@ -330,13 +330,13 @@ def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
 
 def outcomes_by_rule(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the outcomes of all allocated arms in words by each rule of ``EVALUATION_RULES``, even if they agree."""
-    texts = {}
-    for rule in EVALUATION_RULES:
-        arm_texts = []
-        for arm, outcome in _outcomes(effects(parts, rule)).items():
-            arm_texts.append(f"{arm}: {outcome.replace(ELSEWHERE, '')}")
-        texts[rule] = "; ".join(arm_texts)
-    return texts
+    return {rule: _outcomes_text(effects(parts, rule)) for rule in EVALUATION_RULES}
+
+
+def _outcomes_text(gains: pd.DataFrame) -> str:
+    """Return the outcomes of all allocated arms, such as "over time: worse than static; over layers: ..."."""
+    outcomes = _outcomes(gains).items()
+    return "; ".join(f"{arm}: {text.replace(ELSEWHERE, '')}" for arm, text in outcomes)
 
 
 def _gains(lines: pd.DataFrame) -> list[str]:
@@ -361,16 +361,18 @@ def _interval(r: Any) -> str:
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the registered words for outcomes."""
     parts = cases(runs)
-    sentence = verdict(effects(parts))
-    registered = (WON, MIXED, WORSE, NOTHING_BEAT_STATIC)
-    outcome = "; ".join(word for word in registered if word in sentence.lower())
-    outcome = outcome or sentence
+    gains = effects(parts)
+    outcome = verdict(gains)
+    by_rule: tuple[tuple[str, str], ...] = ()
+    if not outcome.startswith(NOT_FINISHED):
+        by_rule = tuple(outcomes_by_rule(parts).items())
+        if outcome.startswith(NOTHING_BEAT_STATIC):
+            outcome = NOTHING_BEAT_STATIC
+        else:
+            outcome = _outcomes_text(gains)
     dependent_arms = robustness(parts)
     if dependent_arms:
         outcome += f"; depends on the rule: {' and '.join(dependent_arms)}"
-    by_rule: tuple[tuple[str, str], ...] = ()
-    if not sentence.startswith(NOT_FINISHED):
-        by_rule = tuple(outcomes_by_rule(parts).items())
 
     primary = []
     for case, arms in parts.items():

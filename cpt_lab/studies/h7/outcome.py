@@ -197,7 +197,7 @@ def figure(parts: Sequence[Task]) -> Figure:
             f"{', '.join(num_gains[:-1])} and {num_gains[-1]} of {len(parts)} tasks"
         )
         chart.suptitle(
-            f"One more forward bit, paid with {REDUCED_GRAD_BITS}-bit gradients, gains in {counts}",
+            f"Moving bits from gradients to weights and activations helps in {counts}",
             fontsize=11,
         )
         names = [task.name for task in parts]
@@ -208,11 +208,16 @@ def figure(parts: Sequence[Task]) -> Figure:
 
 def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
     static, pair = f"{bits}/{Q_MAX}", reduced_gradient_arm(bits)
+    gradients = f"{REDUCED_GRAD_BITS}-bit gradients"
     arm_styles = {
-        pair: ("gradients pay", "o", COLORS["small"]),
-        f"cycle at {static}": ("a cycle", "s", COLORS["large"]),
-        f"cycle at {pair}": ("gradients pay, and a cycle", "D", COLORS["medium"]),
-        FULL_BITS_ARM: ("static 8, which costs more", "|", COLORS["static"]),
+        pair: (f"one more forward bit, {gradients}", "o", COLORS["small"]),
+        f"cycle at {static}": (
+            f"cycle, {Q_MAX}-bit gradients",
+            "s",
+            COLORS["large"],
+        ),
+        f"cycle at {pair}": (f"cycle, {gradients}", "D", COLORS["medium"]),
+        FULL_BITS_ARM: (f"static {Q_MAX}, which costs more", "|", COLORS["static"]),
     }
     ax.axvspan(-1, 1, color="#dddddd", linewidth=0)
     ax.axvline(0, color="#888888", linewidth=0.8)
@@ -232,7 +237,7 @@ def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
         f"gain on static {bits} at equal cost", fontsize=SMALL_FONT_SIZE, loc="left"
     )
     ax.set_xlabel(
-        "in units of the margin (grey: too little to name)", fontsize=SMALL_FONT_SIZE
+        "difference in margins (grey: below the margin)", fontsize=SMALL_FONT_SIZE
     )
     ax.tick_params(labelsize=SMALL_FONT_SIZE)
 
