@@ -153,15 +153,21 @@ def sage_conv(
 
 
 def source_and_destination(graph: Graph, features: Features) -> tuple[Tensor, Tensor]:
-    """Return the features of sources and destinations; in a block the destinations are the first sources."""
-    is_pair = isinstance(features, tuple) and len(features) == 2
-    pair: Any = features if is_pair else (features, features)
-    source, destination = pair
-    check_features(source, graph.num_src)
-    if isinstance(destination, Tensor) and len(destination) != graph.num_dst:
-        destination = destination[: graph.num_dst]
+    """Return the features of sources and destinations.
+
+    Destinations without features of their own are the first sources, as in a block.
+    """
+    if isinstance(features, tuple) and len(features) == 2:
+        source, destination = features
+        check_features(source, graph.num_src, "source ")
+        check_features(destination, graph.num_dst, "destination ")
+        return source, destination
+
+    check_features(features, graph.num_src)
+    is_block = graph.num_src != graph.num_dst
+    destination = features[: graph.num_dst] if is_block else features
     check_features(destination, graph.num_dst)
-    return source, destination
+    return features, destination
 
 
 def check_in_degrees(graph: Graph) -> None:

@@ -162,6 +162,37 @@ def test_graph_conv_rejects_invalid_calls(arguments, options, message):
         refused(message, model, *arguments, **options, error=(ValueError, TypeError))
 
 
+PAIRS = {  # sources and destinations with a row too many or too few -> message
+    "destinations, too many": ((40, 41), r"destination features .*got \(41, 6\)"),
+    "destinations, sources": ((41, 41), r"destination features .*got \(41, 6\)"),
+    "destinations, too few": ((40, 39), r"destination features .*got \(39, 6\)"),
+    "sources, too many": ((42, 40), r"source features .*got \(42, 6\)"),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("layer", [GraphConv, SAGEConv])
+def test_graph_layers_reject_pairs_of_wrong_length(layer, pair):
+    lengths, message = PAIRS[pair]
+    block = graph()
+    if lengths[0] == 41:  # with a source that is no destination
+        block = Graph(block.indptr, block.indices, NODES + 1)
+    pair_features = tuple(torch.ones(length, 6) for length in lengths)
+    model = layer(6, 3)
+    refused(message, model, block, pair_features)
+    with precision(quantize_(model), 8):
+        refused(message, model, block, pair_features)
+
+
+@pytest.mark.parametrize("layer", [GraphConv, SAGEConv])
+def test_graph_layers_take_first_sources_as_destinations(layer):
+    square = graph()
+    block = Graph(square.indptr, square.indices, NODES + 1)
+    x, model = torch.randn(NODES + 1, 6), layer(6, 3)
+    expected = model(block, (x, x[:NODES].clone()))
+    assert torch.equal(model(block, x), expected)
+
+
 def test_dgl_layers_reject_edge_weights():
     for layer in (dgl.nn.GraphConv(6, 3), dgl.nn.SAGEConv(6, 3, "mean")):
         message = r"takes n.* edge weights"
