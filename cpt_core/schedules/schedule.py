@@ -256,12 +256,31 @@ class CyclicSchedule(Schedule):
         check_choice("cycle_rule", self.cycle_rule, CYCLE_RULES)
         last = int(np.rint(self._values_at(np.array([self.total_steps - 1]))[0]))
         if last != self.q_max:
+            cycles = "cycle" if self.n_cycles == 1 else "cycles"
             warnings.warn(
-                f"{self.name or 'schedule'}: {self.n_cycles} cycles in {self.total_steps} steps end at {last} bits, "
-                f"not at q_max = {self.q_max}; use fewer cycles or more steps",
+                f"{self.name or 'schedule'}: {self.n_cycles} {cycles} in {self.total_steps} steps end at {last} bits, "
+                f"not at q_max = {self.q_max}; {self._remedy()}",
                 ShortCycleWarning,
                 stacklevel=3,
             )
+
+    def _remedy(self) -> str:
+        """Return what makes the last step run at ``q_max``."""
+        # the last step of an "exact" schedule, and the end of a cycle that no step reaches
+        last_position = (self.total_steps - self.n_cycles) / self.total_steps
+        growth = self.profile.growth(np.array([last_position, 1.0]))
+        precision = self.q_min + (self.q_max - self.q_min) * growth
+        reaches_q_max = np.rint(precision) == self.q_max
+
+        if not reaches_q_max[1]:
+            profile = type(self.profile).__name__
+            return (
+                f"no cycle reaches it, because growth(1) of the profile {profile} is {growth[1]:.3g}, not 1: use other "
+                "constants, or another profile"
+            )
+        if reaches_q_max[0]:
+            return 'use cycle_rule="exact"'
+        return "use fewer cycles or more steps"
 
     def _values_at(self, steps: NDArray[np.int64]) -> Array:
         total, n = self.total_steps, self.n_cycles

@@ -440,6 +440,60 @@ def test_make_schedule_warns_of_short_cycles(name):
             assert last_bits(width, length - 1 - (name == "RR")) < 8
 
 
+class HalfRise(Profile):
+    """A profile of a user that ends halfway."""
+
+    def growth(self, x):
+        return x / 2
+
+
+FEWER_CYCLES = "use fewer cycles or more steps"
+REMEDIES = {  # profile, steps, cycles, rule -> bits at the end, remedy
+    "exponential": (
+        Exponential(rate=1.0),
+        10_000,
+        1,
+        "exact",
+        6,
+        "growth(1) of the profile Exponential is 0.632, not",
+    ),
+    "triangular": (
+        Exponential(rate=1.0),
+        10_000,
+        2,
+        "exact",
+        6,
+        "growth(1) of the profile Exponential is 0.632, not",
+    ),
+    "own profile": (
+        HalfRise(),
+        100,
+        1,
+        "exact",
+        5,
+        "growth(1) of the profile HalfRise is 0.5, not",
+    ),
+    "short": (Rex(), 40, 8, "exact", 4, FEWER_CYCLES),
+    "remainder": (Linear(), 99, 8, "floor", 4, 'use cycle_rule="exact"'),
+    "unfinished": (Linear(), 97, 8, "floor_plus_one", 5, 'use cycle_rule="exact"'),
+    "short remainder": (Rex(), 41, 8, "floor", 3, FEWER_CYCLES),
+}
+
+
+@pytest.mark.parametrize("case", REMEDIES)
+def test_cyclic_schedule_warning_names_its_cause(case):
+    profile, steps, cycles, rule, last, remedy = REMEDIES[case]
+    with pytest.warns(ShortCycleWarning) as caught:
+        schedule = CyclicSchedule(
+            profile, 3, 8, steps, cycles, case == "triangular", cycle_rule=rule
+        )
+    (message,) = [str(warning.message) for warning in caught]
+    assert f"end at {last} bits, not at q_max = 8; " in message
+    assert remedy in message
+    assert (FEWER_CYCLES in message) == (remedy == FEWER_CYCLES)
+    assert schedule.bits()[-1] == last
+
+
 LARGE = dict.fromkeys(["RR", "RTV", "RTH"], 6)
 SHORT = {"LR": 3, "CR": 3, "RR": 3, "ER": 4, "RTH": 6, "ETV": 7}
 # q_min, steps, cycles of the paper's experiments; bits at the last step that differ from q_max, by rule
