@@ -427,15 +427,18 @@ def has_own_forward(module: nn.Module) -> bool:
 def weights_of(module: nn.Module) -> list[Tensor]:
     """Return the weights that a module itself holds.
 
-    Weights are tensors of two or more dimensions, except embeddings and tensors (1, T, C), which are added to tokens.
+    Weights are tensors of two or more dimensions, except embeddings and, outside of layers of torch, tensors such as
+    (1, T, C) and (1, C, H, W), which are added to tokens or images.
     """
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return []
+    is_layer = isinstance(module, LAYERS_OF_TORCH)
     weights: list[Tensor] = []
     for parameter in module._parameters.values():
         if parameter is None or is_lazy(parameter):
             continue
-        if parameter.dim() > 1 and len(parameter) > 1:
+        is_embedding = parameter.dim() > 2 and len(parameter) == 1 and not is_layer
+        if parameter.dim() > 1 and not is_embedding:
             weights.append(parameter)
     return weights
 

@@ -1,11 +1,14 @@
 """``summary`` of models with inputs, and its agreement with ``check``, ``count_bitops`` and the ledger."""
 
+import warnings
+
 import pytest
 import torch
 from helpers import FunctionModule
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core.quantization.convert import weights_of
 from cpt_core.quantization.fallback_reasons import FallbackReason
 
 X = torch.randn(3, 5, 8)
@@ -236,6 +239,63 @@ def test_silent_layers_spare_layers_with_operations(make):
     assert "all matmuls and convolutions run quantised" in str(
         cpt.count_bitops(model, (x,), cpt.StaticSchedule(3, 9))
     )
+
+
+def torch_cdist(module, x):
+    return torch.cdist(x, module.w)
+
+
+def own(*shape):
+    return FunctionModule(lambda m, x: x, w=nn.Parameter(torch.ones(shape)))
+
+
+WEIGHTS = {  # module -> shapes of its weights
+    "linear": (lambda: nn.Linear(64, 1), [(1, 64)]),
+    "linear, one input": (lambda: nn.Linear(1, 64), [(64, 1)]),
+    "conv2d": (lambda: nn.Conv2d(3, 1, 5), [(1, 3, 5, 5)]),
+    "conv1d": (lambda: nn.Conv1d(3, 1, 5), [(1, 3, 5)]),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(1, 3, 5), [(1, 3, 5)]),
+    "bilinear": (lambda: nn.Bilinear(3, 4, 1), [(1, 3, 4)]),
+    "rnn": (lambda: nn.RNN(3, 1), [(1, 3), (1, 1)]),
+    "own, one output": (lambda: own(1, 64), [(1, 64)]),
+    "layer scale": (lambda: own(64, 1, 1), [(64, 1, 1)]),
+    "token": (lambda: own(1, 1, 64), []),
+    "position": (lambda: own(1, 9, 64), []),
+    "position of pixels": (lambda: own(1, 64, 7, 7), []),
+    "response": (lambda: own(1, 1, 1, 64), []),
+    "embedding": (lambda: nn.Embedding(1, 64), []),
+    "norm": (lambda: nn.LayerNorm(64), []),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_lists_layers_with_one_output(name):
+    make, shapes = WEIGHTS[name]
+    assert [tuple(weight.shape) for weight in weights_of(make())] == shapes
+
+
+@pytest.mark.parametrize(("width", "share"), [(2, 33), (4, 20), (16, None)])
+def test_silent_layer_with_one_output_warns_by_share(width, share):
+    """Give no warning of weights that are a tenth of the model's or less."""
+    distance = FunctionModule(torch_cdist, w=nn.Parameter(torch.randn(1, 8)))
+    model = cpt.quantize_(nn.Sequential(nn.Linear(width, 8), distance))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        with cpt.precision(model, 4):
+            model(torch.randn(4, width))
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (share is not None)
+    for text in messages:
+        assert text.startswith(f"{share}% of the weights were not quantised")
+    report = cpt.summary(model, (torch.randn(4, width),))
+    assert report.not_intercepted.shares.keys() == {"1"}
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_summary_lists_unused_layer_of_any_size(outputs):
+    head, unused = nn.Linear(8, 8), nn.Linear(8, outputs)
+    model = FunctionModule(lambda m, x: m.head(x), head=head, unused=unused)
+    report = cpt.summary(cpt.quantize_(model), (X,))
+    assert report.not_intercepted.silent_layers == ("unused",)
 
 
 @pytest.mark.filterwarnings("error")
