@@ -91,6 +91,8 @@ class LayerPrecision(nn.Module):
     owning_scheduler: Any = None
     # whether the layer is inside a ``precision`` block, where schedulers do not change its bits
     is_fixed = False
+    # scheduler that last asked for other bits inside of the block, and sets them after it
+    pending_scheduler: Any = None
     # whether a backward pass recomputes the forward pass, in the state of that pass
     recomputes = False
     # whether the layer has run a matmul
@@ -560,10 +562,11 @@ class LayerPrecision(nn.Module):
             self._fill_num_steps()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude the scheduler from copies and pickles."""
+        """Exclude schedulers from copies and pickles."""
         return {
             **vars(self),
             "owning_scheduler": self.owning_scheduler is not None,
+            "pending_scheduler": None,
             "is_fixed": False,
         }
 

@@ -71,6 +71,7 @@ class _SavedBits(NamedTuple):
     def restore(self) -> None:
         self.layer.active_levels = self.active_levels
         self.layer.owning_scheduler = self.owning_scheduler
+        self.layer.pending_scheduler = None
         self.layer.is_fixed = self.is_fixed
 
 
@@ -209,7 +210,9 @@ class PrecisionScheduler:
                         "eval_bits", self.eval_bits, layer, pattern
                     )
                     levels = merge_levels(eval_levels, step_levels)
-                if not layer.is_fixed:
+                if layer.is_fixed:
+                    layer.pending_scheduler = self
+                else:
                     layer.set_levels(levels, self)
 
     def _on_mode_change(self, layer: LayerPrecision) -> None:
@@ -454,14 +457,16 @@ def precision(
         yield model
         warn_of_silent_layers(model, layers)
     finally:
-        schedulers = []
+        layers_by_scheduler: dict[PrecisionScheduler, set[LayerPrecision]] = {}
         for saved in former_bits:
+            layer = saved.layer
+            scheduler = layer.pending_scheduler or saved.owning_scheduler
             saved.restore()
-            if saved.owning_scheduler is not None:
-                schedulers.append(saved.owning_scheduler)
+            if scheduler is not None:
+                layers_by_scheduler.setdefault(scheduler, set()).add(layer)
         # a step, or a change of mode, may have happened inside the block
-        for scheduler in dict.fromkeys(schedulers):
-            scheduler._apply(set(layers.values()))
+        for scheduler, driven_layers in layers_by_scheduler.items():
+            scheduler._apply(driven_layers)
 
 
 def copy_ranges(source: nn.Module, target: nn.Module) -> None:

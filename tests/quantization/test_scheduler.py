@@ -5,6 +5,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -556,6 +557,49 @@ def test_precision_block_keeps_bits_while_training(follow):
     assert active_bits(model) == [(schedule_of()(6), 8)] * 3
     PrecisionScheduler(twin, schedule_of())
     assert active_bits(twin) == [(3, 8)] * 3
+
+
+@pytest.mark.parametrize("has_earlier", [False, True])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_scheduler_made_in_precision_block_applies_after_it(
+    steps, is_nested, has_earlier
+):
+    model = quantize_(small())
+    bits_of_block = [(2, 7) if is_nested else (6, 7)] * 3
+    if has_earlier:
+        earlier = PrecisionScheduler(model, StaticSchedule(4, STEPS), q_grad=4)
+    with precision(model, 6, 7):
+        with precision(model, 2) if is_nested else nullcontext():
+            scheduler = PrecisionScheduler(model, schedule_of())
+            for _ in range(steps):
+                scheduler.step()
+            twin = copy.deepcopy(model)
+            assert active_bits(twin) == active_bits(model) == bits_of_block
+        assert active_bits(model) == [(6, 7)] * 3
+    assert active_bits(model) == [(schedule_of()(steps), 8)] * 3
+    scheduler.step()
+    assert active_bits(model) == [(schedule_of()(steps + 1), 8)] * 3
+    assert active_bits(twin) == bits_of_block
+    with precision(model, 6):  # which nothing changes
+        pass
+    assert active_bits(model) == [(schedule_of()(steps + 1), 8)] * 3
+    if has_earlier:  # the last one that asks decides, as outside of a block
+        with precision(model, 6):
+            earlier.step()
+        assert active_bits(model) == [(4, 4)] * 3
+
+
+def test_scheduler_made_in_block_keeps_layers_of_others():
+    model = quantize_(small())
+    PrecisionScheduler(model, StaticSchedule(4, STEPS), q_grad=4)
+    with precision(model, 6):
+        scheduler = PrecisionScheduler(model[0], StaticSchedule(5, STEPS))
+    assert active_bits(model) == [(5, 5), (4, 4), (4, 4)]
+    with precision(model, 6):
+        model.eval()
+        scheduler.eval_bits = 3
+    assert active_bits(model) == [(3, 5), (4, 4), (4, 4)]
 
 
 def test_precision_block_without_scheduler_leaves_no_bits():
