@@ -146,6 +146,12 @@ class _Reporter:
         self.mode, self.modules, self.report = mode, modules, report
         self.outer_report = mode.on_operation
         self.ids = {id(module) for module in modules.values()}
+        # precision -> name of its layer in this model
+        self.layers = {
+            id(precision_of(module)): name
+            for name, module in modules.items()
+            if precision_of(module) is not None
+        }
 
     def __call__(self, operation: Operation, output: Any) -> None:
         if self.outer_report is not None:
@@ -175,10 +181,13 @@ class _Reporter:
         if part == "" and not _is_known_layer(module, operation.function):
             part = MATMULS
 
+        owner = None
         is_converted = module is not None and precision_of(module) is not None
-        is_float_layer = part in ("", NORM) and not is_converted
-        has_bits = is_float_layer or operation.precision is not None
-        owner = operation.layer if has_bits else None
+        if operation.precision is not None:
+            # an operation in a module added later has the bits of the layer around it
+            owner = self.layers.get(id(operation.precision), operation.layer)
+        elif part in ("", NORM) and not is_converted:
+            owner = operation.layer
         return operation._replace(part=part, owner=owner)
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -131,13 +131,15 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             every module in the forward MACs, and modules that run matmuls without parameters.
     """
     check_types(summary, {"model": model})
-    by_module, float32_shares, not_intercepted = (
-        (None, None, NotIntercepted()) if inputs is None else _count(model, inputs)
-    )
-    shares = {} if by_module is None else by_module.shares()
+    counted = _CountedModules() if inputs is None else _count(model, inputs)
+    by_module = counted.macs
+    shares = by_module.shares()
     modules, parts = dict(model.named_modules()), layer_parts(model)
     added_modules = extensions.load_optional("added_modules")
-    added = {} if added_modules is None else added_modules.added_modules(model)
+    added: dict[str, str | None] = {}
+    if added_modules is not None:
+        added.update(added_modules.added_modules(model))
+    added.update(counted.callers)
     rows = []
     layers_by_description: Counter[str] = Counter()
     for name, module in modules.items():
@@ -155,7 +157,7 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             reason, details = _describe_added(added[name])
         else:
             reason, details = _describe_layer(layer, share)
-            if not reason and share and by_module and not by_module.quantized[name]:
+            if not reason and share and not by_module.quantized[name]:
                 reason = FallbackReason.NO_QUANTIZED_MATMUL.describe()
         # a lazy module has no shapes yet
         num_parameters = sum(0 if is_lazy(p) else p.numel() for p in parameters)
@@ -165,7 +167,10 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             )
         )
     return Summary(
-        tuple(rows), float32_shares, dict(layers_by_description), not_intercepted
+        tuple(rows),
+        counted.float32_shares,
+        dict(layers_by_description),
+        counted.not_intercepted,
     )
 
 
@@ -191,18 +196,37 @@ def _describe_layer(
     return "", extensions.load("int8").describe_int8(layer)
 
 
-def _count(
-    model: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[ForwardMacs, dict[str, float], NotIntercepted]:
-    """Return the forward MACs of every module, layer -> share in float32, and work that was not intercepted."""
+class _CountedModules(NamedTuple):
+    """Work of a forward pass by module.
+
+    Attributes:
+        macs: forward MACs of every module.
+        callers: module that has no bits of its own -> layer whose bits its operations have.
+        float32_shares: layer -> share of the forward MACs in float32; None without inputs.
+        not_intercepted: work that was not intercepted.
+    """
+
+    macs: ForwardMacs = ForwardMacs()
+    callers: Mapping[str, str | None] = {}
+    float32_shares: Mapping[str, float] | None = None
+    not_intercepted: NotIntercepted = NotIntercepted()
+
+
+def _count(model: nn.Module, inputs: tuple[Any, ...]) -> _CountedModules:
+    """Return the work of a forward pass."""
     converted = {
         name for name, m in model.named_modules() if precision_of(m) is not None
     }
     by_module, forward = ForwardMacs(), ForwardMacs()
+    callers: dict[str, str | None] = {}
     step = run_step(model, inputs)
     for operation in step.operations:
         if is_matmul(operation):
             is_quantized = operation.owner in converted
             by_module.add(operation.layer, operation.macs, is_quantized)
             forward.add(row_name(operation), operation.macs, is_quantized)
-    return by_module, forward.float32_shares(), step.not_intercepted(model)
+            if is_quantized and operation.layer not in converted:
+                callers[operation.layer] = operation.owner
+    return _CountedModules(
+        by_module, callers, forward.float32_shares(), step.not_intercepted(model)
+    )

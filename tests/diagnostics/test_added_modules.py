@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import cpt_core as cpt
+from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.quantization.convert import precision_of
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.diagnostics.added_modules import added_modules
@@ -143,6 +144,57 @@ def test_added_layer_inherits_bits_of_parent():
         with cpt.precision(model, 2):
             assert not torch.allclose(model(x), expected, atol=1e-3)
     assert cpt.check(model.train(), (x,)).quantized_share == 1.0
+
+
+def own_matmul(old):
+    weight = nn.Parameter(torch.randn(8, 3))
+    return FunctionModule(lambda m, x: x @ m.w, w=weight)
+
+
+def attention(old):
+    return FunctionModule(lambda m, x: x @ x.mT)
+
+
+ADDED_LATER = {  # parts with matmuls that run with the bits of the model around them
+    "linear": lambda old: nn.Linear(8, 3),
+    "convolution": lambda old: nn.Conv1d(2, 2, 3),
+    "bilinear": lambda old: FunctionModule(
+        lambda m, x: m.layer(x, x), layer=nn.Bilinear(8, 8, 3)
+    ),
+    "own matmul": own_matmul,
+    "without weights": attention,
+    "adapter": adapter,
+    "layers": lambda old: nn.Sequential(old, nn.LayerNorm(8), nn.Linear(8, 3)),
+}
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("name", ADDED_LATER)
+def test_added_layer_has_one_price_in_all_reports(name, is_wrapped):
+    """Compare ``check``, ``summary``, the plan and the ledger."""
+    model, x, steps = cpt.quantize_(custom()), torch.randn(2, 8), StaticSchedule(4, 1)
+    model.head = ADDED_LATER[name](model.head)
+    if is_wrapped:
+        model = nn.Sequential(model)
+    cpt.PrecisionScheduler(model, steps)
+    checked = cpt.check(model, (x,), invariances=False).forward
+    report = cpt.summary(model, (x,))
+    assert report.float32_shares == checked.float32_shares()
+    reported = {row.name: row.quantized for row in report.rows if row.share}
+    executed = {
+        layer: checked.quantized[layer] > 0
+        for layer in checked.shares()
+        if layer in reported
+    }
+    assert reported == executed
+
+    with cpt.BitOpsLedger(model) as ledger:
+        model(x).sum().backward()
+    assert ledger.float32 == checked.float32_shares()
+    for convention in CONVENTIONS:
+        plan = cpt.count_bitops(model, (x,), steps, convention=convention)
+        assert plan.float32 == ledger.float32
+        assert plan.bitops == ledger.bitops(convention)
 
 
 def test_added_layer_warning_below_float32_parent():
