@@ -3,9 +3,9 @@
 - "per_op" prices the operations that run: quantised ones at their bits, all others at 32, and only gradients that are
   computed (the first layer, for example, needs no input gradient).
 - "paper" is the authors' convention: three passes of every layer that their counters know, at the bits of the step,
-  also of layers that run in float32. It includes BatchNorm, LayerNorm, the gates of LSTMs and the upsampling of feature
-  pyramids. It excludes matmuls outside of layers, such as both of attention, sums over neighbours, and operations that
-  the backward pass recomputes.
+  also of layers that run in float32, and of levels of 24 bits and more, which do. It includes BatchNorm, LayerNorm, the
+  gates of LSTMs and the upsampling of feature pyramids. It excludes matmuls outside of layers, such as both of
+  attention, sums over neighbours, and operations that the backward pass recomputes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -382,12 +382,15 @@ def formats_per_layer(
             layers_by_schedule.setdefault((id(s), grids), (s, []))[1].append(name)
 
     formats: FormatsByLayer = {}
+    executed_formats: FormatsByLayer = {}
     formats_by_step: list[list[Formats]] = []
     for (_, grids), (s, names) in layers_by_schedule.items():
-        schedule_formats = _formats_by_step(s, q_grad, grids)
+        schedule_formats = _formats_by_step(s, q_grad, grids.priced)
         steps_by_format = Counter(schedule_formats)
         formats |= {name: steps_by_format for name in names}
         formats_by_step.append(schedule_formats)
+        executed = Counter(_formats_by_step(s, q_grad, grids.executed))
+        executed_formats |= {name: executed for name in names}
     # operations outside of quantised layers have no formats: "paper" prices them at the widest of each step
     cached_widest = cache(widest)
     widest_by_step = [
@@ -395,7 +398,7 @@ def formats_per_layer(
         for step_formats in zip(*formats_by_step, strict=True)
     ]
     in_float32 = Counter({IN_FLOAT32: len(widest_by_step)})
-    per_op = formats if is_converted else {}
+    per_op = executed_formats if is_converted else {}
     return {
         "paper": {**formats, None: Counter(widest_by_step)},
         "per_op": {**per_op, None: in_float32},
@@ -403,12 +406,14 @@ def formats_per_layer(
 
 
 def _formats_by_step(
-    schedule: Schedule, q_grad: int | None, grids: AffineGrids
+    schedule: Schedule,
+    q_grad: int | None,
+    formats_of_levels: Callable[[RoleLevels], Formats],
 ) -> list[Formats]:
     """Return the formats of every step of a schedule."""
     levels_by_role = [levels.tolist() for levels in schedule.levels(q_grad)]
-    priced_formats = cache(grids.priced)
+    cached_formats = cache(formats_of_levels)
     return [
-        priced_formats(RoleLevels(*levels))
+        cached_formats(RoleLevels(*levels))
         for levels in zip(*levels_by_role, strict=True)
     ]

@@ -132,9 +132,18 @@ class AffineGrids:
         return y
 
     def priced(self, levels: RoleLevels) -> Formats:
-        """Return the format that each role is priced at."""
+        """Return the format of the level of each role."""
         formats = [FULL_PRECISION if level is None else level for level in levels]
         return Formats(*formats)
+
+    def executed(self, levels: RoleLevels) -> Formats:
+        """Return the format in which each role runs: 32 at levels that are float32."""
+        active_formats = self.resolve(levels, ()).formats
+        priced = self.priced(levels)
+        formats = []
+        for active, format in zip(active_formats, priced, strict=True):
+            formats.append(FULL_PRECISION if active is None else format)
+        return type(priced)(*formats)
 
     def describe(self, active: ActiveBits) -> str:
         """Return the active bits as text, such as "bits=4, q_grad=8"."""

@@ -128,17 +128,18 @@ class BitOpsLedger:
             return None
 
         precision = operation.precision
-        active = None
-        if precision is not None and operation.owner is not None:
-            active = _active_formats(precision)
-        formats_by_convention = {"per_op": active or IN_FLOAT32}
+        formats_by_convention = {"per_op": _executed_formats(precision)}
         if operation.once:
             computed = row_name(operation), formats_by_convention["per_op"]
             if computed in self._computed_once:
                 return None
             self._computed_once.add(computed)
         if priced_passes(operation, "paper"):
-            formats_by_convention["paper"] = active or self._widest_formats()
+            formats_by_convention["paper"] = (
+                self._widest_formats()
+                if precision is None
+                else _formats_of_levels(precision)
+            )
         else:
             self.unpriced[row_name(operation)] += operation.macs
 
@@ -157,12 +158,20 @@ class BitOpsLedger:
         num_changes = LayerPrecision.num_bit_changes
         if self._widest is None or self._widest[0] != num_changes:
             precisions = [precision_of(module) for module in self.model.modules()]
-            formats = [_active_formats(p) for p in precisions if p is not None]
+            formats = [_formats_of_levels(p) for p in precisions if p is not None]
             self._widest = (num_changes, widest(formats or [IN_FLOAT32]))
         return self._widest[1]
 
 
-def _active_formats(precision: LayerPrecision) -> Formats:
+def _executed_formats(precision: LayerPrecision | None) -> Formats:
+    """Return the formats in which the operations of a layer run."""
+    if precision is None or precision.active_levels is None:
+        return IN_FLOAT32
+    return precision.grids.executed(precision.active_levels)
+
+
+def _formats_of_levels(precision: LayerPrecision) -> Formats:
+    """Return the formats of the active levels, which "paper" prices."""
     if precision.active_levels is None:
         return IN_FLOAT32
     return precision.grids.priced(precision.active_levels)

@@ -20,7 +20,9 @@ from cpt_core.bitops.conventions import CONVENTIONS
 from cpt_core.models import MODELS as PAPER_MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.schedules.schedule import StaticSchedule
+from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.search.custom_schedules import FunctionSchedule
+from cpt_extras.search.role_schedules import RoleSchedules
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
 
@@ -174,6 +176,52 @@ def test_plan_equals_ledger(name):
         totals = ledger.table(convention).loc["total"].tolist()
         assert totals == pytest.approx(list(plan.costs.values()))
         assert min(plan.costs.values()) > 0
+
+
+def role_levels(activation, weight, gradient):
+    levels = {"activation": activation, "weight": weight, "gradient": gradient}
+    return RoleSchedules(**{r: StaticSchedule(level, 1) for r, level in levels.items()})
+
+
+FLOAT32_LEVELS = {  # schedule -> bits that run, of all four roles
+    "23": (StaticSchedule(23, 1), (23, 23, 23, 23)),
+    "24": (StaticSchedule(24, 1), (32, 32, 32, 32)),
+    "31": (StaticSchedule(31, 1), (32, 32, 32, 32)),
+    "32": (StaticSchedule(32, 1), (32, 32, 32, 32)),
+    "weights": (role_levels(8, 24, 6), (8, 32, 6, 6)),
+    "activations": (role_levels(24, 8, 6), (32, 8, 6, 6)),
+    "gradients": (role_levels(8, 8, 24), (8, 8, 32, 32)),
+}
+LADDERS = {"none": None, "affine": FormatLadder.affine()}
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+@pytest.mark.parametrize("name", FLOAT32_LEVELS)
+def test_levels_that_run_in_float32_cost_32_bits(name, ladder):
+    """Compare the plan and the ledger with the operands; "paper" prices the level."""
+    schedule, (activation, weight, error, weight_gradient) = FLOAT32_LEVELS[name]
+    config = cpt.QuantConfig(ladder=LADDERS[ladder])
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)), config)
+    x = torch.randn(5, 4, requires_grad=True)
+    cpt.PrecisionScheduler(model, schedule)
+    with cpt.BitOpsLedger(model) as ledger:
+        model(x).sum().backward()
+    plan = cpt.count_bitops(model, (x,), schedule)
+    assert plan.bitops == ledger.bitops()
+    assert plan.bitops["0"] == {
+        "forward": 60 * activation * weight,
+        "error": 60 * error * weight,
+        "weight": 60 * weight_gradient * activation,
+    }
+    assert plan.costs == pytest.approx(ledger.costs())
+    is_quantized = max(activation, weight) < 32
+    assert plan.float32 == ledger.float32 == ({} if is_quantized else {"0": 1.0})
+    assert ("run in float32: layer 0" in str(plan)) == (not is_quantized)
+    paper = cpt.count_bitops(model, (x,), schedule, convention="paper")
+    assert paper.bitops == ledger.bitops("paper")
+    assert paper.float32 == plan.float32
+    levels = [int(level[0]) for level in schedule.levels()]
+    assert paper.bitops["0"]["forward"] == 60 * levels[0] * levels[1]
 
 
 GRADIENTS = {  # name -> function of a layer, a vector and data; MACs of every pass
