@@ -373,9 +373,13 @@ def formats_per_layer(
     owners = dict.fromkeys(
         operation.owner for operation in operations if operation.owner is not None
     )
+    # a module without weights needs bits where it runs a matmul
+    layers_to_match = {
+        name: None if name in owners else layer for name, layer in precisions.items()
+    }
     layers_by_schedule: dict[tuple[int, AffineGrids], tuple[Schedule, list[str]]] = {}
     for s, layers in assign_schedules(
-        schedule, precisions or owners or {"": None}
+        schedule, layers_to_match or owners or {"": None}
     ).values():
         for name in layers:
             grids = precisions[name].grids if name in precisions else AFFINE_GRIDS

@@ -306,7 +306,10 @@ def _add_precision(
         precision.grids = extensions.load("formats").grids_for_module(
             config.ladder, module, kind
         )
-    precision.has_weights = isinstance(module, LAYERS_OF_TORCH) or kind == "graph"
+    precision.always_runs_matmul = (
+        isinstance(module, LAYERS_OF_TORCH) or kind == "graph"
+    )
+    precision.holds_weights = bool(weights_of(module))
     precision.train(module.training)
     attach_precision(module, precision)
     return precision

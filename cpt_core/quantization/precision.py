@@ -42,6 +42,7 @@ FORMER_ATTRIBUTES = {
     "unseen": "awaits_first_gradient",
     "fixed": "is_fixed",
     "given_warnings": "issued_warnings",
+    "has_weights": "always_runs_matmul",
     "zeros_unknown": "zeros_unchecked",
     "ranges_unknown": "ranges_unchecked",
 }
@@ -111,8 +112,12 @@ class LayerPrecision(nn.Module):
     awaits_first_gradient = True
     # number of changes of bits in all layers; results cached for many layers are valid while it stays the same
     num_bit_changes = 0
-    # whether the layer holds weights; layers without are listed, and in checkpoints, once they have run
-    has_weights = True
+    # whether every layer of its class runs a matmul; others are listed, and in checkpoints, once they have run one
+    always_runs_matmul = True
+    # whether the layer holds parameters that may be weights of a matmul
+    holds_weights = False
+    # error of a layer without bits that matches no pattern of the last schedule, or ""
+    unmatched = ""
     filled_roles: frozenset[str] = frozenset()
     # whether operands and gradient fit into int8 at the active bits, see ``int8.execution``
     int8_operands = int8_gradient = False
@@ -272,8 +277,8 @@ class LayerPrecision(nn.Module):
 
     @property
     def is_listed(self) -> bool:
-        """True if the layer holds weights or has run a matmul: such layers appear in summaries and checkpoints."""
-        return self.has_weights or self.has_run
+        """True if the layer runs a matmul or has run one: such layers appear in summaries and checkpoints."""
+        return self.always_runs_matmul or self.has_run
 
     def require_bits(self) -> None:
         """Raise RuntimeError if no bits are set, or inside a transform of ``torch.func``."""
@@ -284,6 +289,8 @@ class LayerPrecision(nn.Module):
                 'drive copies: run the copy in `with cpt.precision(copy, "q_max"):` (or other bits), or make it a '
                 "PrecisionScheduler of its own"
             )
+        if not self.active_bits.is_set and self.unmatched:
+            raise RuntimeError(self.unmatched)
         if not self.active_bits.is_set:
             raise RuntimeError(
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "

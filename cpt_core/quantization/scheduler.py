@@ -67,12 +67,14 @@ class _SavedBits(NamedTuple):
     active_levels: RoleLevels | None
     owning_scheduler: Any
     is_fixed: bool
+    unmatched: str
 
     def restore(self) -> None:
         self.layer.active_levels = self.active_levels
         self.layer.owning_scheduler = self.owning_scheduler
         self.layer.pending_scheduler = None
         self.layer.is_fixed = self.is_fixed
+        self.layer.unmatched = self.unmatched
 
 
 class PrecisionScheduler:
@@ -131,6 +133,11 @@ class PrecisionScheduler:
             self._check_levels(assigned.schedule, self._groups[pattern])
         if optimizer is not None:
             extensions.load("follow").follow(optimizer, self)
+        matched = {n for assigned in self.schedules.values() for n in assigned.layers}
+        for name in self._layers.keys() - matched:
+            self._layers[name].unmatched = _describe_unmatched(
+                name, self.schedules, "schedule"
+            )
         self._apply()
         extensions.services("missing_steps").warn_of_missing_steps(self, model)
         self._model = weakref.ref(model)
@@ -339,7 +346,7 @@ def _check_same_layers(
     different_layers = {
         name
         for name in set(checkpoint) ^ listed_layers
-        if name not in layers or layers[name].has_weights
+        if name not in layers or layers[name].always_runs_matmul
     }
     if different_layers:
         raise ValueError(
@@ -400,13 +407,17 @@ def _match_patterns(
             candidates.append(name)
         if candidates:
             pattern_by_layer[name] = min(candidates, key=order.__getitem__)
-        # a layer without weights may never run a matmul, and then needs no bits
-        elif layer is None or layer.has_weights:
-            raise ValueError(
-                f"layer {name!r} matches none of the patterns of {argument}, {', '.join(patterns)}; "
-                "add '*' for the rest"
-            )
+        # any other layer may never run a matmul, and then needs no bits
+        elif layer is None or layer.always_runs_matmul or layer.holds_weights:
+            raise ValueError(_describe_unmatched(name, patterns, argument))
     return pattern_by_layer
+
+
+def _describe_unmatched(name: str, patterns: Collection[str], argument: str) -> str:
+    return (
+        f"layer {name!r} matches none of the patterns of {argument}, {', '.join(patterns)}; "
+        "add '*' for the rest"
+    )
 
 
 @contextmanager
@@ -440,7 +451,13 @@ def precision(
     patterns = _match_patterns(layers, bits_by_pattern, "bits")
     warn_of_added_modules(model)
     former_bits = [
-        _SavedBits(layer, layer.active_levels, layer.owning_scheduler, layer.is_fixed)
+        _SavedBits(
+            layer,
+            layer.active_levels,
+            layer.owning_scheduler,
+            layer.is_fixed,
+            layer.unmatched,
+        )
         for layer in layers.values()
     ]
     try:
@@ -454,6 +471,8 @@ def precision(
                 levels = RoleLevels(*levels[:2], *gradient_levels[2:])
             layer.set_levels(levels)
             layer.is_fixed = True
+        for name in layers.keys() - patterns.keys():
+            layers[name].unmatched = _describe_unmatched(name, bits_by_pattern, "bits")
         yield model
         warn_of_silent_layers(model, layers)
     finally:

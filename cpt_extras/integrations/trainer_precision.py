@@ -116,7 +116,7 @@ class TrainerPrecision(PrecisionScheduler):
         entries: dict[str, float] = {}
         for pattern, layers in () if self.model.training else self._groups.items():
             layer = min(
-                layers, key=lambda layer: not layer.has_weights
+                layers, key=lambda layer: not layer.always_runs_matmul
             )  # others hear of the mode when they run
             levels = layer.active_levels
             bits = None if levels is None else levels.activation

@@ -155,7 +155,8 @@ PATTERNS = [*NAMES, "*", "a*", "*.a", "?", "[ab]", "a?", "*.1", "a.*"]
 def test_patterns_equal_one_by_one_matching():
     """Draw patterns of float32 modules, which cover descendants, and of schedules."""
     generator = random.Random(0)
-    layers = {name: SimpleNamespace(has_weights=False) for name in NAMES}
+    layer = SimpleNamespace(always_runs_matmul=False, holds_weights=False)
+    layers = dict.fromkeys(NAMES, layer)
     for _ in range(20):
         patterns = generator.sample(PATTERNS, 4)
         first_match = {}

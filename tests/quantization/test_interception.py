@@ -354,7 +354,19 @@ def test_schedule_patterns_must_cover_late_modules():
     assert PrecisionScheduler(covered, patterns).get_last_bits() == [3, 5]
     covered["late"](covered["first"](x))
     PrecisionScheduler(uncovered, schedules)
-    refused("has no precision yet", uncovered["late"], x, error=RuntimeError)
+    message = r"layer 'late' matches none of the patterns of schedule, first; add '\*'"
+    refused(message, uncovered["late"], x, error=RuntimeError)
+    with precision(uncovered, {"fi*": 8, "la*": 8}):
+        uncovered["late"](x)
+    with precision(uncovered, {"fi*": 8}):
+        refused(
+            r"patterns of bits, fi\*; add", uncovered["late"], x, error=RuntimeError
+        )
+    refused(message, uncovered["late"], x, error=RuntimeError)
+    unset = model()
+    with precision(unset, {"fi*": 8}):
+        pass
+    refused("has no precision yet", unset["late"], x, error=RuntimeError)
 
 
 def test_scheduler_state_fits_late_modules():

@@ -11,7 +11,10 @@ import pytest
 import torch
 from helpers import FunctionModule, identical, pictures, refused, small, state_of
 from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
+from cpt_core.bitops.plan import count_bitops
 from cpt_core.numerics import NUMERICS
 from cpt_core.quantization.convert import (
     QuantConfig,
@@ -105,6 +108,59 @@ def test_scheduler_rejects_patterns_without_match(patterns, message):
     schedules = {p: schedule_of(total_steps=t) for p, t in patterns.items()}
     refused(message, PrecisionScheduler, model, schedules)
     assert active_bits(model) == [(None, None)] * 3
+
+
+def holder(*shape, function=torch.matmul):
+    """Return a module that holds a parameter, and applies a function to it."""
+    weight = nn.Parameter(torch.randn(shape))
+    return FunctionModule(lambda m, x: function(x, m.weight), weight=weight)
+
+
+UNCOVERED = {  # layer that no pattern matches, whether it needs bits
+    "linear": (lambda: nn.Linear(4, 4), True),
+    "own matmul": (lambda: holder(4, 4), True),
+    "GPT-2": (lambda: Conv1D(4, 4), True),
+    "own matmul, one output": (lambda: holder(1, 4, function=F.linear), True),
+    "position": (lambda: holder(1, 3, 4, function=torch.add), False),
+    "scale": (lambda: holder(4, function=torch.mul), False),
+}
+
+
+@pytest.mark.parametrize("name", UNCOVERED)
+def test_scheduler_patterns_cover_layers_with_weights(name):
+    """Reject them in the scheduler, in a precision block and in a count."""
+    make, needs_bits = UNCOVERED[name]
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), make()))
+    x, schedules = torch.randn(2, 3, 4), {"0": schedule_of()}
+    message = r"layer '1' matches none of the patterns of {}, 0; add '\*' for the rest"
+    uses = [
+        ("schedule", lambda: count_bitops(model, (x,), schedules)),
+        ("bits", lambda: precision(model, {"0": 8}).__enter__()),
+        ("schedule", lambda: PrecisionScheduler(model, schedules)),
+    ]
+    for argument, use in uses:
+        if needs_bits:
+            refused(message.format(argument), use)
+        else:
+            use()
+    if not needs_bits:
+        assert model(x).shape == x.shape
+    PrecisionScheduler(model, schedules | {"1": schedule_of()})
+    assert list(layer_precisions(model)) == (["0", "1"] if name == "linear" else ["0"])
+
+
+def test_count_bitops_rejects_matmul_without_pattern():
+    """Name a module without weights of its own whose matmul no pattern covers."""
+    products = FunctionModule(lambda m, x: x @ x.mT)
+    weights = nn.ParameterList([torch.ones(4, 4)])
+    listed = FunctionModule(lambda m, x: x @ m.weights[0], weights=weights)
+    for layer in (products, listed):
+        model = quantize_(nn.Sequential(nn.Linear(4, 4), layer))
+        arguments = model, (torch.randn(2, 3, 4),), {"0": schedule_of()}
+        message = "layer '1' matches none of the patterns of schedule, 0; add"
+        refused(message, count_bitops, *arguments)
+        PrecisionScheduler(model, arguments[2])
+        refused(message, model, *arguments[1], error=RuntimeError)
 
 
 def test_scheduler_precision_and_restore_reject_unconverted_models():
