@@ -316,8 +316,8 @@ def _add_precision(
 
 
 def attach_precision(module: nn.Module, precision: LayerPrecision) -> None:
-    """Set ``module.precision``, as a child module if ``module`` holds weights."""
-    if holds_weights(module):
+    """Set ``module.precision``, as a child module if ``module`` holds weights and is no container."""
+    if holds_weights(module) and not isinstance(module, CONTAINERS):
         module.precision = precision
     else:
         # a container would run a child, so this is a plain attribute
@@ -384,6 +384,10 @@ LAYERS_OF_TORCH = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
 )
+
+
+# modules that run, count and index their children; a subclass may hold weights of its own
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def _may_multiply(module: nn.Module) -> bool:

@@ -148,6 +148,13 @@ class LayerPrecision(nn.Module):
         self._make_num_steps("cpu")
         self.active_bits: ActiveBits = self.grids.resolve(None, self._roles)
 
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise RuntimeError: a module that holds weights runs all of its children, also this one."""
+        raise RuntimeError(
+            f"layer {self.name!r} holds weights and runs all of its children(), among which quantize_ put its "
+            "precision: put those that it runs into an nn.ModuleList, and iterate over that"
+        )
+
     # --- active bits ---
 
     @property

@@ -17,6 +17,7 @@ from helpers import (
     identical,
     pictures,
     quantize_gradient,
+    refused,
     reported_operations,
     running_ranges,
     small,
@@ -33,8 +34,12 @@ from cpt_core.quantization.convert import (
     restore_,
 )
 from cpt_core.quantization.rounding import num_steps
-from cpt_core.quantization.scheduler import _match_patterns, precision
-from cpt_core.schedules.schedule import RoleLevels
+from cpt_core.quantization.scheduler import (
+    PrecisionScheduler,
+    _match_patterns,
+    precision,
+)
+from cpt_core.schedules.schedule import RoleLevels, StaticSchedule
 from cpt_extras.formats.tensor_rounding import quantize
 from cpt_extras.kernels.backend import backend as active_kernels
 from cpt_extras.kernels.backend import reference
@@ -274,6 +279,100 @@ def test_quantize_recurrent_layers_take_packed_sequences(kind, is_bidirectional)
     found = [y.data, *flat_tensors(state)]
     expected = [expected.data, *flat_tensors(expected_state)]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def parametrised(container):
+    """Return a subclass of a container that adds a position to its input, and runs its children."""
+
+    class Parametrised(container):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            self.position = nn.Parameter(torch.ones(1, 3, 4))
+
+        def forward(self, x):
+            x = x + self.position
+            for part in self.values() if container is nn.ModuleDict else self:
+                x = part(x)
+            return x
+
+    return Parametrised
+
+
+class PositionedSequential(nn.Sequential):
+    """A sequence with a weight of its own that calls the forward of torch."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return super().forward(x @ self.weight)
+
+
+def layers():
+    return nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+CONTAINERS = {
+    "sequential": lambda: parametrised(nn.Sequential)(*layers()),
+    "list": lambda: parametrised(nn.ModuleList)(layers()),
+    "dict": lambda: parametrised(nn.ModuleDict)(dict(zip("ab", layers(), strict=True))),
+    "super": lambda: PositionedSequential(*layers()),
+    "empty": PositionedSequential,
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_quantize_container_with_weights_runs_own_children_only(name):
+    torch.manual_seed(0)
+    plain, x = CONTAINERS[name](), torch.randn(2, 3, 4)
+    model = quantize_(nn.ModuleDict({"other": copy.deepcopy(plain)}))
+    other = model["other"]
+    children = [child for child, _ in plain.named_children()]
+    assert [child for child, _ in other.named_children()] == children
+    assert len(other) == len(plain)
+    assert list(other.state_dict()) == list(plain.state_dict())
+    expected = plain(x)
+    with precision(model, "float"):
+        assert torch.equal(other(x), expected)
+    twin = copy.deepcopy(model)
+    scheduler = PrecisionScheduler(model, StaticSchedule(8, 9), eval_bits=3)
+    PrecisionScheduler(twin, StaticSchedule(8, 9))
+    with precision(model, 8):
+        y = other(x)
+    assert not torch.equal(y, expected)
+    assert identical([other(x), twin["other"](x)], [y, y])
+    twin["other"].load_state_dict(other.state_dict())
+    assert scheduler.get_last_bits() == [8]
+    other.eval()(x)
+    assert {p.bits for p in layer_precisions(model).values()} <= {3}
+    if children:
+        assert not torch.equal(other(x), y)
+    restore_(model)
+    assert torch.equal(model["other"](x), expected)
+
+
+def test_quantize_names_module_that_runs_all_children():
+    """Name a module whose forward would run its precision, and leave modules with named children alone."""
+
+    def run_all(module, x):
+        for child in module.children():
+            x = child(x)
+        return x @ module.weight
+
+    weight = nn.Parameter(torch.randn(4, 4))
+    inner = FunctionModule(run_all, weight=weight, layer=nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    with precision(quantize_(nn.Sequential(inner)), 8) as model:
+        message = r"layer '0' holds weights and runs all of its children\(\)"
+        refused(message, model, x, error=RuntimeError)
+    listed = FunctionModule(
+        lambda m, x: m.parts[0](x) @ m.weight,
+        weight=weight,
+        parts=nn.ModuleList([nn.Linear(4, 4)]),
+    )
+    with precision(quantize_(listed), 8):
+        assert listed(x).shape == x.shape
 
 
 class OwnParameters(nn.Module):
