@@ -233,7 +233,8 @@ def einsum(
             for t, x in zip(terms, tensors, strict=True)
         ]
     if len(operands) == 1:
-        y = function(equation, *operands)
+        # operators of graphs take a list of tensors
+        y = torch.einsum(equation, *operands)
         features = mode.running.features
         letter = _feature_letter(terms[0], features.mark_of(tensors[0]).dim)
         features.mark(y, TensorMark(_letter_dim(result, letter)))
@@ -245,7 +246,7 @@ def einsum(
         intermediate = ("..." if "..." in pair else "") + "".join(letters)
         pair_result = intermediate if terms[2:] else result
         contracted = _contract(
-            mode, function, (terms[0], terms[1]), pair_result, tensors[0], tensors[1]
+            mode, (terms[0], terms[1]), pair_result, tensors[0], tensors[1]
         )
         terms, tensors = [pair_result, *terms[2:]], [contracted, *tensors[2:]]
     return tensors[0]
@@ -253,7 +254,6 @@ def einsum(
 
 def _contract(
     mode: QuantizedOpsMode,
-    function: Any,
     terms: tuple[str, str],
     result: str,
     a: Tensor,
@@ -267,7 +267,7 @@ def _contract(
     if not any(
         x in terms[0] and x in terms[1] for x in summed_letters
     ):  # element by element, as a * b
-        return _multiply_elements(mode, function, terms, result, a, b)
+        return _multiply_elements(mode, terms, result, a, b)
     weights = mode.is_weight(a), mode.is_weight(b)
     sizes = _letter_sizes(terms[0], a)
     for letter, size in _letter_sizes(terms[1], b).items():
@@ -349,14 +349,13 @@ def _contract(
 
 def _multiply_elements(
     mode: QuantizedOpsMode,
-    function: Any,
     terms: tuple[str, str],
     result: str,
     a: Tensor,
     b: Tensor,
 ) -> Tensor:
     """Compute an einsum that sums over nothing; an outer product has its features in the last dimension."""
-    y: Tensor = function(f"{terms[0]},{terms[1]}->{result}", a, b)
+    y = torch.einsum(f"{terms[0]},{terms[1]}->{result}", a, b)
     features = mode.running.features
     first = _feature_letter(terms[0], features.mark_of(a).dim)
     second = _feature_letter(terms[1], features.mark_of(b).dim)
