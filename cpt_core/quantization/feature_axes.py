@@ -11,6 +11,10 @@ of a model, which receives every torch function, passes them on from arguments t
 
 A tensor without a mark has its features in the last dimension. Sizes and the memory layout have no influence.
 
+Marks outlive a call of the model, as in a cache of keys, and other models and threads read them. Following costs time
+per function, so functions that create no marks are followed only while some tensor of the process has one
+(``ATTACHED_MARKS``), or where an argument is a parameter.
+
 Compilers cannot trace attributes of tensors. In compiled code the position of the features is inferred from the
 strides, which gives the same answer for views, but not for copies and for features that a convolution puts first.
 """
@@ -19,14 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from operator import index as to_index
 from types import EllipsisType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# attribute of a tensor that holds its ``TensorMark``
+# attribute of a tensor that holds its ``AttachedMark``
 ATTRIBUTE = "_feature_mark"
 
 
@@ -53,35 +59,45 @@ Follower = Callable[
 ]
 
 
-class FeatureAxes:
-    """Marks of the tensors of one running model.
+# weak references to the ``AttachedMark`` of all marked tensors of the process
+ATTACHED_MARKS: set[Any] = set()
 
-    Attributes:
-        has_marks: whether any tensor has a mark.
+
+class AttachedMark:
+    """Holder of a ``TensorMark``, kept alive by the tensors that have it as an attribute.
+
+    Args:
+        mark: the mark.
     """
 
-    def __init__(self) -> None:
-        self.has_marks = False
+    __slots__ = ("__weakref__", "mark")
 
-    def clear(self) -> None:
-        """Stop tracking after the model has run."""
-        self.has_marks = False
+    def __init__(self, mark: TensorMark) -> None:
+        self.mark = mark
+        ATTACHED_MARKS.add(ref(self, ATTACHED_MARKS.discard))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Register copies and unpickled marks, too."""
+        return AttachedMark, (self.mark,)
+
+
+class FeatureAxes:
+    """Marks of the tensors of running models."""
 
     def mark_of(self, x: Tensor) -> TensorMark:
         """Return the mark of a tensor."""
         if torch.compiler.is_compiling():
             is_turned = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
             return TensorMark(dim=-2) if is_turned else NO_MARK
-        mark: TensorMark = getattr(x, ATTRIBUTE, NO_MARK)
-        return mark
+        attached = getattr(x, ATTRIBUTE, None)
+        return NO_MARK if attached is None else attached.mark
 
     def mark(self, x: Tensor, mark: TensorMark) -> None:
         """Mark a tensor, except in compiled code."""
         if torch.compiler.is_compiling():
             return
         if mark != NO_MARK:
-            self.has_marks = True
-            setattr(x, ATTRIBUTE, mark)
+            setattr(x, ATTRIBUTE, AttachedMark(mark))
         elif hasattr(x, ATTRIBUTE):
             delattr(x, ATTRIBUTE)
 
@@ -105,24 +121,30 @@ class FeatureAxes:
         follower = FOLLOWERS.get(function)
         if follower is _last:
             return
-        sources = tensor_arguments(args, kwargs)
-        marks = [_own_mark(x) for x in sources]
         if function is Tensor.__setitem__:
             self._mark_written(args[0], args[2], moves_last_dimension(function, args))
             return
+        if kwargs:
+            args, kwargs = _bound(args, kwargs)
+        sources = tensor_arguments(args, kwargs)
+        if function in COPIES and _is_column(sources[0]):
+            self._mark_written(sources[0]._base, sources[-1], is_moved=True)
+            return
+        marks = [_own_mark(x) for x in sources]
         if not sources or not (follower or any(marks)):
             return
         is_weight = _are_weights(sources, marks, buffers)
-        is_join = bool(args) and isinstance(args[0], (list, tuple))
         outputs = output if isinstance(output, (list, tuple)) else (output,)
         for x in outputs:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
-            dim, weights_tokens = _joint_mark(sources, marks, x, is_weight, is_join)
-            if follower is not None:
+            if follower is None:
+                is_join = bool(args) and isinstance(args[0], (list, tuple))
+                dim, weights_tokens = _joint_mark(sources, marks, x, is_weight, is_join)
+            else:
                 mark = marks[0] or NO_MARK
                 weights_tokens = mark.weights_tokens
-                dim = follower(mark.dim, sources[0], args[1:], kwargs, x)
+                dim = _followed(follower, mark.dim, sources[0], args[1:], kwargs, x)
             self.mark(
                 x, TensorMark(dim, weights_tokens or function in SOFTMAX, is_weight)
             )
@@ -131,7 +153,7 @@ class FeatureAxes:
                 # a part of a larger tensor was written to
                 self._mark_written(x._base, x)
 
-    def _mark_written(self, target: Tensor, value: Any, is_moved: bool = False) -> None:
+    def _mark_written(self, target: Any, value: Any, is_moved: bool = False) -> None:
         """Mark a tensor of which a part was overwritten with ``value``; ``is_moved``: in other dimensions."""
         mark = _own_mark(value) if isinstance(value, Tensor) else None
         if not is_moved and (mark is None or mark.dim == -1):
@@ -158,13 +180,50 @@ def _own_mark(x: Tensor) -> TensorMark | None:
     """Return the mark of a tensor; None if it has none."""
     if type(x) is nn.Parameter:
         return PARAMETER_MARK
-    return getattr(x, ATTRIBUTE, None)
+    attached = getattr(x, ATTRIBUTE, None)
+    return None if attached is None else attached.mark
+
+
+def has_parameters(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a parameter is among the arguments, or in a list or tuple of them."""
+    # most functions take this path, so that this is a loop without intermediate lists
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is nn.Parameter:
+            return True
+        if (kind is list or kind is tuple) and nn.Parameter in map(type, value):
+            return True
+    return False
 
 
 def _is_in_place(function: Any) -> bool:
-    """Return whether a torch function writes to its first argument."""
-    name = getattr(function, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
+    """Return whether a torch function writes to the elements of its first argument."""
+    # overloads of operators have names such as "copy_.default"
+    name = getattr(function, "__name__", "").partition(".")[0]
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place and function not in MOVED_IN_PLACE
+
+
+def _is_column(x: Tensor) -> bool:
+    """Return whether a tensor is a view, such as ``y[..., i]``, in which the last dimension of ``y`` was selected."""
+    base = x._base
+    if base is None or not 0 < x.dim() < base.dim():
+        return False
+    return x.is_floating_point() and x.stride(-1) != base.stride(-1)
+
+
+def _followed(
+    follower: Follower,
+    dim: int | None,
+    x: Tensor,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    y: Tensor,
+) -> int | None:
+    """Return the feature dimension that a follower gives; a tensor without dimensions has none to follow."""
+    if not x.dim() or not y.dim():
+        return -1
+    return follower(dim, x, args, kwargs, y)
 
 
 def _are_weights(
@@ -221,15 +280,39 @@ def _joint_mark(
 # --- functions that move, add or remove dimensions --------------------------------------------------------------------
 
 
+# other name of an argument that torch accepts -> its name
+ALIASES = {
+    **dict.fromkeys(("self", "tensors", "x", "a", "x1"), "input"),
+    **dict.fromkeys(("axis", "axes"), "dim"),
+    "axis0": "dim0",
+    "axis1": "dim1",
+}
+
+
+def _bound(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a function with the first one by position, and the others by their usual names."""
+    kwargs = {ALIASES.get(name, name): kwargs[name] for name in kwargs if name != "out"}
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    return args, kwargs
+
+
 def _argument(
-    name: str,
-    position: int,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    default: Any = None,
+    name: str, position: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Return an argument by its position after the tensor, or by its name."""
-    return args[position] if len(args) > position else kwargs.get(name, default)
+    """Return an argument by its position after the tensor, or by its name; None if it is not passed."""
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def _dims(
+    name: str, position: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[int] | None:
+    """Return the dimensions in an argument, one or a sequence; None if it is not passed, or names them."""
+    value = _argument(name, position, args, kwargs)
+    dims = value if isinstance(value, (list, tuple)) else [value]
+    if not all(hasattr(dim, "__index__") for dim in dims):
+        return None
+    return [to_index(dim) for dim in dims]
 
 
 def _exchanged(dims: int, first: int, second: int) -> list[int]:
@@ -238,18 +321,23 @@ def _exchanged(dims: int, first: int, second: int) -> list[int]:
     return order
 
 
-def _transposed(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Return the order of dimensions after ``transpose(dim0, dim1)``, with positional or keyword arguments."""
-    first, second = [*args, *kwargs.values()]
-    return _exchanged(dims, first, second)
+def _transposed(
+    dims: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[int] | None:
+    """Return the order of dimensions after ``transpose(dim0, dim1)``."""
+    first, second = _dims("dim0", 0, args, kwargs), _dims("dim1", 1, args, kwargs)
+    if first is None or second is None:
+        return None
+    return _exchanged(dims, first[0], second[0])
 
 
-def _permuted(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+def _permuted(
+    dims: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[int] | None:
     """Return the order of dimensions after ``permute(dims)``, or ``permute(*dims)``."""
-    arguments = [*args, *kwargs.values()]
-    is_sequence = isinstance(arguments[0], (list, tuple))
-    order = arguments[0] if is_sequence else arguments
-    return [dim % dims for dim in order]
+    is_variadic = len(args) == dims and not isinstance(args[0], (list, tuple))
+    order = _dims("dims", 0, [args] if is_variadic else args, kwargs)
+    return None if order is None else [dim % dims for dim in order]
 
 
 def _reversed(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
@@ -264,11 +352,12 @@ def _matrix_transposed(
     return _exchanged(dims, -1, -2)
 
 
-def _moved(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+def _moved(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
     """Return the order of dimensions after ``movedim(source, destination)``."""
-    source, destination = [*args, *kwargs.values()]
-    if isinstance(source, int):
-        source, destination = [source], [destination]
+    source = _dims("source", 0, args, kwargs)
+    destination = _dims("destination", 1, args, kwargs)
+    if source is None or destination is None:
+        return None
     sources = [dim % dims for dim in source]
     places = {
         place % dims: dim for dim, place in zip(sources, destination, strict=True)
@@ -277,7 +366,8 @@ def _moved(dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
     return [places[i] if i in places else next(others) for i in range(dims)]
 
 
-Order = Callable[[int, Sequence[Any], dict[str, Any]], list[int]]
+# (number of dimensions, arguments, keyword arguments) -> order of dimensions; None: not known
+Order = Callable[[int, Sequence[Any], dict[str, Any]], list[int] | None]
 
 
 def _by_order(order_of: Order) -> Follower:
@@ -291,9 +381,10 @@ def _by_order(order_of: Order) -> Follower:
         y: Tensor,
     ) -> int | None:
         rank = x.dim()
-        if dim is None or not rank:
-            return dim
-        return order_of(rank, args, kwargs).index(dim % rank) - rank
+        order = order_of(rank, args, kwargs)
+        if dim is None or order is None:
+            return None
+        return order.index(dim % rank) - rank
 
     return follow
 
@@ -301,12 +392,14 @@ def _by_order(order_of: Order) -> Follower:
 def _unsqueezed(
     dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
 ) -> int | None:
-    """Follow ``unsqueeze(dim)``."""
-    if dim is None:
+    """Follow ``unsqueeze(dim)``, also in place."""
+    dims = _dims("dim", 0, args, kwargs)
+    if dim is None or dims is None:
         return None
-    new = _argument("dim", 0, args, kwargs) % y.dim()
-    place = dim + x.dim()
-    return place + (new <= place) - y.dim()
+    new = dims[0] % y.dim()
+    # a number becomes one feature
+    place = max(dim + y.dim() - 1, 0)
+    return place + (new <= place and y.dim() > 1) - y.dim()
 
 
 def _reshaped(
@@ -338,25 +431,33 @@ def _removed(dim: int, rank: int, removed: Iterable[int]) -> int | None:
     return dim + sum(place > dim % rank for place in places)
 
 
+def _unbound(
+    dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
+) -> int | None:
+    """Follow ``unbind(dim)``."""
+    if dim is None:
+        return None
+    return _removed(dim, x.dim(), _dims("dim", 0, args, kwargs) or [0])
+
+
 def _selected(
     dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
 ) -> int | None:
-    """Follow ``select(dim, index)`` and ``unbind(dim)``."""
-    if dim is None:
-        return None
-    return _removed(dim, x.dim(), [_argument("dim", 0, args, kwargs, 0)])
+    """Follow ``select(dim, index)``; as for ``x[..., i]``, what remains of the last dimension is in the last one."""
+    return -1 if dim == -1 else _unbound(dim, x, args, kwargs, y)
 
 
 def _squeezed(
     dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
 ) -> int | None:
-    """Follow ``squeeze()`` and ``squeeze(dim)``."""
-    dims = _argument("dim", 0, args, kwargs, range(x.dim()))
-    dims = [dims] if isinstance(dims, int) else dims
-    removed = [place for place in dims if x.shape[place] == 1]
-    if dim is None or dim == -1 or not x.dim():
+    """Follow ``squeeze()`` and ``squeeze(dim)``; in place, the former shape is not known."""
+    if dim is None or dim == -1:
         return dim
-    return _removed(dim, x.dim(), removed)
+    if x is y:
+        return None
+    dims = _dims("dim", 0, args, kwargs)
+    dims = list(range(x.dim())) if dims is None else dims
+    return _removed(dim, x.dim(), [place for place in dims if x.shape[place] == 1])
 
 
 def _reduced(
@@ -365,21 +466,19 @@ def _reduced(
     """Follow sums and means; what was summed over features has a number per token."""
     if dim is None or dim == -1 or x.dim() == y.dim():
         return dim
-    dims = _argument("dim", 0, args, kwargs)
-    if dims is None:
-        return -1
-    return _removed(dim, x.dim(), [dims] if isinstance(dims, int) else dims)
+    dims = _dims("dim", 0, args, kwargs)
+    return None if dims is None else _removed(dim, x.dim(), dims)
 
 
 def _stacked(
     dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
 ) -> int:
     """Follow ``stack(tensors, dim)``; tensors without features, as of ``unbind(-1)``, get the new one."""
-    new = _argument("dim", 0, args, kwargs, 0) % y.dim()
+    new = (_dims("dim", 0, args, kwargs) or [0])[0] % y.dim()
     if dim is None:
-        return int(new) - y.dim()
+        return new - y.dim()
     place = dim + y.dim() - 1
-    return place + int(new <= place) - y.dim()
+    return place + (new <= place) - y.dim()
 
 
 def _indexed(
@@ -392,8 +491,6 @@ def _indexed(
     if not all(i is None or isinstance(i, (int, slice, EllipsisType)) for i in index):
         is_kept = dim == -1 or x.dim() == y.dim()
         return dim if is_kept else None
-    if not x.dim():
-        return -1
     num_indexed = sum(i is not None and i is not Ellipsis for i in index)
     num_hidden = x.dim() - num_indexed
     if num_indexed + index.count(None) == len(index):  # no ellipsis
@@ -428,10 +525,8 @@ def _softmaxed(
     dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
 ) -> int | None:
     """Follow a softmax: the elements along its dimension belong together."""
-    softmax_dim = _argument("dim", 0, args, kwargs)
-    if not isinstance(softmax_dim, int) or not y.dim():
-        return dim
-    return softmax_dim % y.dim() - y.dim()
+    dims = _dims("dim", 0, args, kwargs)
+    return dim if dims is None else dims[0] % y.dim() - y.dim()
 
 
 def _convolved(
@@ -442,12 +537,18 @@ def _convolved(
 
 
 def _methods(*names: str) -> list[Any]:
-    """Return functions of these names of tensors and of torch."""
+    """Return functions of these names of tensors and of torch, with the overloads of operators."""
     functions = []
     for name in names:
-        for namespace in (torch, Tensor, functional, torch.ops.aten):
+        for namespace in (torch, Tensor, functional, torch.special):
             if hasattr(namespace, name):
                 functions.append(getattr(namespace, name))
+        # graphs of torch.export call the overloads of an operator
+        for operator_name in (name, f"special_{name}"):
+            packet = getattr(torch.ops.aten, operator_name, None)
+            if packet is not None:
+                overloads = [getattr(packet, name) for name in packet.overloads()]
+                functions += [packet, *overloads]
     return functions
 
 
@@ -463,21 +564,26 @@ def moves_last_dimension(function: Any, args: Sequence[Any]) -> bool:
     if type(index) is not tuple or not index:
         return False
     if function is Tensor.__getitem__:
-        return index[-1] is None
+        # an ellipsis after None may stand for no dimension
+        return index[-1] is None or (index[-1] is Ellipsis and len(index) > 1)
     value = args[2]
     is_column = isinstance(index[-1], int) and isinstance(value, Tensor)
     return is_column and value.dim() > 0 and value.is_floating_point()
 
 
+TRANSPOSES = "transpose swapaxes swapdims".split()
+# functions that move dimensions of a tensor and write to no element
+MOVED_IN_PLACE = frozenset(
+    _methods("t_", "squeeze_", "unsqueeze_", *(f"{name}_" for name in TRANSPOSES))
+)
 # name of a function -> order of dimensions of its output
 ORDERS: dict[str, Order] = {
-    **dict.fromkeys(
-        ("transpose", "swapaxes", "swapdims", "transpose_copy"), _transposed
-    ),
+    **dict.fromkeys((*TRANSPOSES, "transpose_copy"), _transposed),
+    **dict.fromkeys((f"{name}_" for name in TRANSPOSES), _transposed),
     **dict.fromkeys(("permute", "permute_copy"), _permuted),
     **dict.fromkeys(("movedim", "moveaxis"), _moved),
-    **dict.fromkeys(("t", "t_copy"), _reversed),
-    "adjoint": _matrix_transposed,
+    **dict.fromkeys(("t", "t_", "t_copy", "numpy_T"), _reversed),
+    **dict.fromkeys(("adjoint", "matrix_H", "mT", "mH"), _matrix_transposed),
 }
 FOLLOWERS: dict[Any, Follower] = {
     **dict.fromkeys(_properties("T", "H"), _by_order(_reversed)),
@@ -487,14 +593,16 @@ for _name, _order in ORDERS.items():
     FOLLOWERS |= dict.fromkeys(_methods(_name), _by_order(_order))
 # names of functions -> follower
 FOLLOWERS_BY_NAMES: dict[str, Follower] = {
-    "unsqueeze": _unsqueezed,
+    **dict.fromkeys(("unsqueeze", "unsqueeze_", "unsqueeze_copy"), _unsqueezed),
     "stack": _stacked,
-    "unbind": _selected,
+    **dict.fromkeys(("unbind", "unbind_copy"), _unbound),
 }
 for _name, _follower in FOLLOWERS_BY_NAMES.items():
     FOLLOWERS |= dict.fromkeys(_methods(_name), _follower)
 CONVOLUTIONS = _methods(
-    *(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3))
+    "convolution",
+    *(f"conv{n}d" for n in (1, 2, 3)),
+    *(f"conv_transpose{n}d" for n in (1, 2, 3)),
 )
 FOLLOWERS |= dict.fromkeys(CONVOLUTIONS, _convolved)
 SOFTMAX = frozenset(
@@ -507,16 +615,19 @@ RESETS = frozenset(
     _methods("linear", "bilinear", "layer_norm", "rms_norm", "embedding", "einsum")
     + _methods("scaled_dot_product_attention", "matmul", "__matmul__", "mm", "bmm")
 )
+COPIES = frozenset(_methods("copy_"))
 # functions whose outputs are followed although no tensor has a mark yet
-ALWAYS_FOLLOWED = frozenset(FOLLOWERS)
+ALWAYS_FOLLOWED = frozenset(FOLLOWERS) | COPIES
 FOLLOWERS |= dict.fromkeys(RESETS, _last)
 # the others leave features that are in the last dimension there
 FOLLOWED_BY_NAMES: dict[str, Follower] = {
     **dict.fromkeys(
-        "view reshape flatten unflatten view_as reshape_as ravel".split(), _reshaped
+        "view reshape flatten unflatten view_as reshape_as ravel view_copy "
+        "_unsafe_view _reshape_copy".split(),
+        _reshaped,
     ),
-    "select": _selected,
-    "squeeze": _squeezed,
+    **dict.fromkeys(("select", "select_copy"), _selected),
+    **dict.fromkeys(("squeeze", "squeeze_", "squeeze_copy"), _squeezed),
     **dict.fromkeys(
         "sum mean amax amin prod std var logsumexp nansum nanmean".split(),
         _reduced,

@@ -29,7 +29,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cpt_core import extensions
 from cpt_core.quantization.feature_axes import (
     ALWAYS_FOLLOWED,
+    ATTACHED_MARKS,
     FeatureAxes,
+    has_parameters,
     moves_last_dimension,
     tensor_arguments,
 )
@@ -215,14 +217,15 @@ class QuantizedOpsMode(TorchFunctionMode):
         # compilers cannot trace marks
         if torch.compiler.is_compiling():
             return output
-        features = self.running.features
         if (
-            features.has_marks
+            ATTACHED_MARKS
             or function in ALWAYS_FOLLOWED
-            or nn.Parameter in [type(x) for x in args]
+            or has_parameters(args, kwargs)
             or moves_last_dimension(function, args)
         ):
-            features.follow(function, args, kwargs, output, self.running_buffers)
+            self.running.features.follow(
+                function, args, kwargs, output, self.running_buffers
+            )
         return output
 
     def running_buffers(self) -> list[Tensor]:
@@ -283,7 +286,6 @@ class QuantizedOpsMode(TorchFunctionMode):
             return  # a hook failed before the module was entered
         stack.pop()
         if not stack:
-            self.running.features.clear()
             self.__exit__(None, None, None)
 
     def is_inside(self) -> bool:

@@ -153,8 +153,6 @@ class GuardedMode(QuantizedOpsMode):
     def _drop(self) -> None:
         """Take the uppermost module off the stack."""
         entry: Any = self.running.stack.pop()
-        if not self.running.stack:
-            self.running.features.clear()
         if entry.switched_on:
             self._switch_off()
 
@@ -211,8 +209,6 @@ class GuardedMode(QuantizedOpsMode):
     ) -> Any:
         """Call a function as if it ran in the forward of a module."""
         self.enter(entry.module, entry.interception, sys._getframe())
-        # tensors that the function gets may have marks of the forward pass
-        self.running.features.has_marks = True
         try:
             return function(*args, **kwargs)
         finally:

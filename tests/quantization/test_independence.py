@@ -1,7 +1,13 @@
 """Independence of positions: other tokens, samples, nodes and layouts change no output."""
 
+import copy
+import gc
 import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import FunctionModule
@@ -9,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cpt_core as cpt
+from cpt_core.quantization.feature_axes import ATTACHED_MARKS
 
 TOKENS, FEATURES, CUT, VISIBLE = 12, 6, 7, 9
 
@@ -471,6 +478,277 @@ def test_turned_keys_ignore_masked_tokens(name, queries):
     changed = inputs[1].clone()
     changed[:, VISIBLE:] *= 5
     assert not moves_tensor(lambda y: y, model, inputs, (inputs[0], changed))
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_exported_turned_keys_equal_eager_ones(name):
+    """Cover overloads of operators, which graphs of torch.export call."""
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 2, FEATURES), torch.randn(2, TOKENS, FEATURES)
+    plain = FunctionModule(
+        lambda m, q, x: attend(q @ TURNS[name](m, x), x),
+        w=nn.Parameter(torch.randn(*SQUARE)),
+        fixed=nn.Buffer(torch.randn(*SQUARE)),
+    )
+    exported = torch.export.export(plain, inputs).module()
+    results = []
+    for model in (plain, exported):
+        model = cpt.quantize_(nn.Sequential(model))[0]
+        with cpt.precision(model, 4), torch.no_grad():
+            model(*inputs)
+            for part in model.modules():  # exported modules have no ``eval()``
+                part.training = False
+            results.append(model(*inputs))
+    assert torch.equal(*results)
+
+
+OPERATORS = torch.ops.aten
+SPELLINGS = {  # keys (B, T, D) -> (B, D, T), the same in usual spelling
+    "in place": (lambda k: k.clone().transpose_(1, 2), lambda k: k.mT),
+    "axes in place": (lambda k: k.clone().swapaxes_(1, 2), lambda k: k.mT),
+    "dims in place": (lambda k: k.clone().swapdims_(1, 2), lambda k: k.mT),
+    "marked in place": (lambda k: k.mT.transpose_(1, 2).mT, lambda k: k.mT),
+    "view in place": (lambda k: turn_view(k.clone()).mT, lambda k: k.mT),
+    "matrix in place": (
+        lambda k: torch.stack([x.clone().t_() for x in k]),
+        lambda k: torch.stack([x.t() for x in k]),
+    ),
+    "one more in place": (
+        lambda k: k.mT.unsqueeze_(-1)[..., 0].clone(),
+        lambda k: k.mT,
+    ),
+    "operator": (lambda k: OPERATORS.transpose.int(k, 1, 2), lambda k: k.mT),
+    "operator in place": (
+        lambda k: OPERATORS.transpose_.default(k.clone(), 1, 2),
+        lambda k: k.mT,
+    ),
+    "operator by keyword": (
+        lambda k: OPERATORS.permute.default(self=k, dims=[0, 2, 1]),
+        lambda k: k.mT,
+    ),
+    "property operator": (lambda k: OPERATORS.mT.default(k), lambda k: k.mT),
+    "written by operator": (
+        lambda k: write(k, lambda cache: OPERATORS.copy_.default(cache[:], k.mT)),
+        lambda k: k.mT,
+    ),
+    "transpose by keyword": (
+        lambda k: torch.transpose(input=k, dim0=1, dim1=2),
+        lambda k: k.mT,
+    ),
+    "axes by keyword": (
+        lambda k: torch.swapaxes(input=k, axis1=2, axis0=1),
+        lambda k: k.mT,
+    ),
+    "permute by keyword": (
+        lambda k: torch.permute(input=k, dims=(0, 2, 1)),
+        lambda k: k.mT,
+    ),
+    "movedim by keyword": (
+        lambda k: k[:, None].movedim(destination=1, source=3)[..., 0, :],
+        lambda k: k[:, None].movedim(3, 1)[..., 0, :],
+    ),
+    "cat by keyword": (
+        lambda k: torch.cat(dim=-1, tensors=[k.mT[..., :5], k.mT[..., 5:]]),
+        lambda k: k.mT.clone(),
+    ),
+    "cat into tensor": (
+        lambda k: torch.cat([k.mT[..., :5], k.mT[..., 5:]], -1, out=torch.empty(0)),
+        lambda k: k.mT.clone(),
+    ),
+    "stack by axis": (
+        lambda k: torch.stack(tensors=k.unbind(-1), axis=1),
+        lambda k: torch.stack(k.unbind(-1), 1),
+    ),
+    "unsqueeze by axis": (
+        lambda k: torch.unsqueeze(input=k.mT, axis=1).squeeze(axis=1),
+        lambda k: k.mT.unsqueeze(1).squeeze(1),
+    ),
+    "sum by axis": (
+        lambda k: k.mT[:, None].sum(axis=1),
+        lambda k: k.mT[:, None].sum(1),
+    ),
+    "softmax by axis": (
+        lambda k: torch.special.softmax(k.mT, dim=np.int64(2)).clone(),
+        lambda k: k.mT.softmax(2).clone(),
+    ),
+    "numpy dims": (lambda k: k.movedim(np.int64(1), np.int64(2)), lambda k: k.mT),
+}
+
+
+def turn_view(k):
+    """Return a tensor a view of which was transposed in place."""
+    k[:1].transpose_(1, 2)
+    return k
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_turned_keys_are_equal_in_any_spelling(name):
+    """Cover functions in place, overloads of operators and keyword arguments."""
+    q, k = torch.randn(2, 4, FEATURES), torch.randn(2, TOKENS, FEATURES)
+    results = []
+    for spelling in SPELLINGS[name]:
+        model = trained(
+            lambda m, inputs, turn=spelling: inputs[0] @ turn(inputs[1]), q, k
+        )
+        with torch.no_grad(), cpt.precision(model, 3):
+            results.append(model((q, k)))
+    assert torch.equal(*results)
+
+
+def test_squeeze_in_place_spans_no_tokens():
+    q, k = torch.randn(2, 4, FEATURES), torch.randn(2, TOKENS, FEATURES)
+    model = trained(lambda m, inputs: inputs[0] @ inputs[1].mT[None].squeeze_(0), q, k)
+    changed = k.clone()
+    changed[:, CUT:] *= 5
+    assert not moves_tensor(lambda y: y[..., :CUT], model, (q, k), (q, changed))
+
+
+NUMBERS = {  # number -> one or more numbers
+    "stacked": lambda x: torch.stack([x, 2 * x]).view(1, 2),
+    "unsqueezed": lambda x: x.unsqueeze(0).view(1, 1),
+    "unsqueezed in place": lambda x: x.clone().unsqueeze_(0).view(1, 1),
+    "squeezed": lambda x: x.squeeze(0).squeeze().reshape(1),
+    "probability": lambda x: x.softmax(0).view(1, 1),
+    "deviation": lambda x: x.expand(2, 3).mT.std(False)[None].view(1, 1),
+}
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_function_of_number_runs(name, is_turned):
+    def reduce(m, x):
+        turned = x.mT
+        return NUMBERS[name]((turned if is_turned else x).mean())
+
+    model, x = converted(reduce), torch.randn(2, 3)
+    with cpt.precision(model, 4), torch.no_grad():
+        assert torch.equal(model(x), NUMBERS[name](x.mean()))
+
+
+STORES = {  # keys of one call -> argument of a later one, and what reads it
+    "tensor": (lambda k: k, lambda store: store),
+    "dict": (lambda k: {"keys": [k]}, lambda store: store["keys"][0]),
+    "object": (lambda k: SimpleNamespace(keys=k), lambda store: store.keys),
+    "copy": (copy.deepcopy, lambda store: store),
+    "pickle": (lambda k: pickle.loads(pickle.dumps(k)), lambda store: store),
+    "other thread": (
+        lambda k: k,
+        lambda store: ThreadPoolExecutor().submit(lambda: store).result(),
+    ),
+}
+COPIED = {  # keys (B, D, T) -> their copy
+    "clone": lambda k: k.clone(),
+    "slice": lambda k: k[..., :],
+    "dtype": lambda k: k.double().float(),
+    "joined": lambda k: torch.cat([k[..., :5], k[..., 5:]], -1),
+    "joined by keyword": lambda k: torch.cat(tensors=[k[..., :0], k], dim=-1),
+    "scaled": lambda k: 0.5 * k,
+}
+
+
+@pytest.mark.parametrize("copied", COPIED)
+@pytest.mark.parametrize("store", STORES)
+def test_keys_of_earlier_call_span_no_tokens(store, copied):
+    """Cover keys that a call returns and another, of another model, gets."""
+    keep, read = STORES[store]
+    encoder = converted(lambda m, x: x.mT)
+    decoder = converted(lambda m, q, k: q @ COPIED[copied](read(k)))
+    decoder.eval()
+    q, x = torch.randn(2, 4, FEATURES), torch.randn(2, TOKENS, FEATURES)
+    changed = x.clone()
+    changed[:, CUT:] *= 9
+    results = []
+    with cpt.precision(encoder, 4), cpt.precision(decoder, 4), torch.no_grad():
+        for tokens in (x, changed):
+            keys = keep(encoder(tokens))
+            results.append(decoder(q, keys)[..., :CUT])
+    assert torch.equal(*results)
+
+
+def test_attached_marks_end_with_last_marked_tensor():
+    model, x = converted(lambda m, x: x.mT), torch.randn(2, 3)
+    gc.collect()
+    assert not ATTACHED_MARKS
+    with cpt.precision(model, 4):
+        keys = model(x)
+        copied = copy.deepcopy(keys)
+        assert len(ATTACHED_MARKS) == 2
+        del keys
+        assert len(ATTACHED_MARKS) == 1
+        del copied
+        assert not ATTACHED_MARKS
+
+
+JOINED = {  # halves of a weight (6, 8) -> the weight
+    "list": lambda m: torch.cat([m.first, m.second], 1),
+    "tuple": lambda m: torch.cat((m.first, m.second), 1),
+    "keyword": lambda m: torch.cat(tensors=[m.first, m.second], dim=1),
+    "hstack": lambda m: torch.hstack([m.first, m.second]),
+    "stack": lambda m: torch.stack([m.first, m.second], 1).flatten(1),
+    "operator": lambda m: OPERATORS.cat.default([m.first, m.second], 1),
+    "sum by keyword": lambda m: torch.add(input=m.first, other=m.second),
+    "padded": lambda m: F.pad(m.first, (0, 4)),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_parameters_are_a_computed_weight(name):
+    """Cover parameters in lists and keyword arguments."""
+    halves = torch.randn(6, 4), torch.randn(6, 4)
+    x = torch.randn(5, 6)
+    results = []
+    for is_scaled in (False, True):
+
+        def multiply(m, inputs, is_scaled=is_scaled):
+            if is_scaled:
+                m = SimpleNamespace(first=m.first * 1, second=m.second * 1)
+            return inputs[0] @ JOINED[name](m)
+
+        first, second = (nn.Parameter(half) for half in halves)
+        model = trained(multiply, x, first=first, second=second)
+        with torch.no_grad(), cpt.precision(model, 3):
+            results.append(model((x,)))
+    assert torch.equal(*results)
+
+
+BESIDE_MARKS = {  # tokens (T, D), weights -> output
+    **{
+        f"joined {name}": lambda m, x, join=join: x @ join(m)
+        for name, join in JOINED.items()
+    },
+    "selected and stacked": lambda m, x: (
+        torch.stack([x.select(-1, i) for i in range(FEATURES)], 1) @ x.mT
+    ),
+    "new dimension": lambda m, x: x[:, :, None, ...].mT @ x.mT,
+    "written column": lambda m, x: x @ write_column(x),
+}
+
+
+def write_column(x):
+    """Return a matrix (D, T) that was filled column by column."""
+    cache = torch.zeros(FEATURES, len(x))
+    for t, token in enumerate(x):
+        cache.select(-1, t).copy_(token)
+    return cache
+
+
+@pytest.mark.parametrize("name", BESIDE_MARKS)
+def test_marks_of_other_tensors_change_nothing(name):
+    torch.manual_seed(0)
+    halves = torch.randn(6, 4), torch.randn(6, 4)
+    x = torch.randn(7, FEATURES)
+    results = []
+    for is_beside in (False, True):
+
+        def run(m, inputs, is_beside=is_beside):
+            other = inputs[0].mT if is_beside else None
+            return BESIDE_MARKS[name](m, inputs[0]), other
+
+        first, second = (nn.Parameter(half) for half in halves)
+        model = trained(run, x, first=first, second=second)
+        with torch.no_grad(), cpt.precision(model, 3):
+            results.append(model((x,))[0])
+    assert torch.equal(*results)
 
 
 POOLS = {  # weights (B, T), tokens (B, T, D) -> (B, D)
