@@ -422,6 +422,19 @@ def _multiply_activations(
     )
 
 
+class MatmulOptions(NamedTuple):
+    """Arguments of a matmul for executors.
+
+    Attributes:
+        compute: ``compute(first, second, bias)``, which multiplies the operands as the executor receives them; they may
+            be transposed and swapped.
+        is_paper_attention: whether it is ``first @ second`` of the paper's attention, neither transposed nor swapped.
+    """
+
+    compute: Compute
+    is_paper_attention: bool
+
+
 def _run_matmul(
     mode: QuantizedOpsMode,
     layer: Interception,
@@ -453,7 +466,10 @@ def _run_matmul(
         return output.numel() * a.shape[-1]
 
     gradient = "linear_grad" if "linear_weight" in roles else "attention_grad"
-    options = compute_arranged  # for executors that only round
+    is_arranged = is_swapped or any(transposed)
+    options = MatmulOptions(
+        compute_arranged, layer.is_paper_attention and not is_arranged
+    )
     x, y = turn(a, b)
     arranged = (y, x, bias) if is_swapped else (x, y, bias)
     return mode.run(

@@ -5,7 +5,7 @@
 active bits; then it is simulated.
 
 - "linear" and "conv2d": an ``nn.Linear`` or ``nn.Conv2d`` with its own weight;
-- "matmul": a matmul of two activations, as in attention; for "integer" only, as it is no faster than in float32.
+- "matmul": the matmuls of the paper's attention; for "integer" only, as they are no faster than in float32.
 
 "auto" is "integer" on CPUs with int8 instructions and "simulated" elsewhere. "integer" runs on all devices, and warns
 where it is slower than float32, on GPUs and some CPUs. More than 8 bits, and float64, are simulated.
@@ -121,11 +121,11 @@ def matmul(
     along: Along,
     options: Any,
 ) -> Tensor | None:
-    """Compute ``first @ second`` of two activations in int8, or return None."""
+    """Compute ``first @ second`` of the paper's attention in int8, or return None; ``options``: ``MatmulOptions``."""
     first, second, bias = operands
-    is_plain = along == (None, None) and bias is None and roles[1] != "linear_weight"
+    is_supported = options.is_paper_attention and bias is None
     has_matrices = first.dim() > 1 and second.dim() > 1
-    if not (is_plain and has_matrices and runs_int8(precision, first)):
+    if not (is_supported and has_matrices and runs_int8(precision, first)):
         return None
     # shapes that broadcast, such as those of outer products, have no int8 form
     if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-2]:

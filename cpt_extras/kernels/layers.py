@@ -85,7 +85,7 @@ def matmul(
 ) -> Tensor | None:
     """Compute a matmul of rounded operands, with a rounded gradient; None leaves it to the plain path.
 
-    ``options`` is the function that multiplies the rounded operands.
+    ``options``: ``MatmulOptions``, whose ``compute`` multiplies the rounded operands.
     """
     grids = _grids(
         precision,
@@ -97,8 +97,9 @@ def matmul(
     rounded = CPT.round_operands(*operands, *_operand_rounding_args(precision, grids))
     if not rounded:
         return None
+    no_bias = () if len(rounded) > 2 else (None,)
     y: Tensor = CPT.with_rounded_gradient(
-        options(*rounded) if len(rounded) > 2 else options(*rounded, None),
+        options.compute(*rounded, *no_bias),
         *_gradient_rounding_args(precision, grids),
     )
     return y

@@ -415,7 +415,41 @@ def test_int8_unsupported_lstm_is_simulated(
     assert text in str(cpt.summary(model))
 
 
+class ComputedWeight(nn.Linear):
+    """A layer without a bias that multiplies by a computed weight in a form of its own."""
+
+    def __init__(self, multiply):
+        super().__init__(6, 6, bias=False)
+        self.multiply = multiply
+
+    def forward(self, x):
+        return self.multiply(x, 2 * self.weight)
+
+
+def self_attention(x):
+    return torch.softmax(x @ x.mT, -1) @ x
+
+
+def linear_attention(x):
+    return x @ (x.mT @ x)
+
+
+def fused_attention(x):
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+OTHER_ATTENTION = (self_attention, linear_attention, fused_attention)
+
 UNSUPPORTED = {
+    # with a square weight, the shapes do not show that it is transposed
+    "computed weight": (ComputedWeight(lambda x, w: x @ w.T), (6, 6)),
+    "computed weight first": (ComputedWeight(lambda x, w: (w @ x.T).T), (6, 6)),
+    "computed weight of mm": (ComputedWeight(lambda x, w: x.mm(w.t())), (6, 6)),
+    "computed weight of a batch": (
+        ComputedWeight(lambda x, w: x @ w.T.expand(2, 6, 6)),
+        (2, 6, 6),
+    ),
+    **{function.__name__: (function, (3, 7, 12)) for function in OTHER_ATTENTION},
     "outer product": (lambda x: x.flatten(0, 1)[:, :1] @ x[:1, 0], (3, 7, 12)),
     "broadcast": (lambda x: x @ x[0].mT.contiguous(), (3, 7, 12)),
     "vector": (lambda x: x @ x[0, 0], (3, 7, 12)),
@@ -444,6 +478,17 @@ def test_int8_unsupported_matmuls_are_simulated(name):
     assert not recorder.count("cpt::encode")
     assert torch.equal(*evaluated)
     assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("function", OTHER_ATTENTION)
+def test_int8_other_attention_runs_as_in_summary(function):
+    """Simulate attention other than the paper's, so that its gradients have gradients."""
+    model = convert(FunctionModule(lambda _, x: function(x)), "integer")
+    x = drawn("two-sided", 3, 7, 12).requires_grad_()
+    with cpt.precision(model, 8, q_grad=8):
+        (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    dx.sum().backward()
+    assert set(summary_row(model).simulated) == {"forward", "error", "weight"}
 
 
 def test_summary_lists_int8_fallbacks(golden):
