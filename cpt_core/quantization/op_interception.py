@@ -367,7 +367,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         Args:
             layer: layer whose bits apply.
             name: name of the operation in reports and ``OP_EXECUTORS``.
-            compute: ``compute(first, second, bias)``, linear in each operand.
+            compute: ``compute(first, second, bias)``, linear in each operand; other tensors that it uses need no
+                gradient where a layer has separate formats for the error and the weight gradient.
             operands: first operand, second operand, bias or None.
             roles: roles of the first and second operand, keys of ``QUANTIZERS``; None for one that is not rounded.
             macs: function of first operand, second operand and output: multiply-accumulates of the forward pass.

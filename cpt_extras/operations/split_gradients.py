@@ -1,7 +1,8 @@
 """Matmuls whose output gradient is quantised separately for the input gradient and the weight gradient.
 
 Beyond the paper, which quantises the gradient once. A layer needs it when a schedule, or a ladder, has another format
-for the error than for the weight gradient. The operation runs once more in the backward pass, so any operation will do.
+for the error than for the weight gradient. The operation runs once more in the backward pass, so any operation will do
+whose tensors with a gradient are all operands.
 """
 
 from __future__ import annotations
@@ -40,17 +41,27 @@ class _SplitGradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        layer: str,
         round_gradients: RoundGradients,
         compute: Callable[..., Tensor],
         *operands: Any,
     ) -> Tensor:
         ctx.round_gradients, ctx.compute = round_gradients, compute
         ctx.save_for_backward(*operands)
-        return compute(*operands)
+        detached = [x if x is None else x.detach() for x in operands]
+        with torch.enable_grad():
+            output = compute(*detached)
+        # the backward pass differentiates operands only
+        if output.requires_grad:
+            raise ValueError(
+                f"layer {layer!r} computes an operation of a further tensor that needs a gradient, as nn.Bilinear of "
+                "two inputs; it cannot have one format for the error and another for the weight gradient"
+            )
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        needs_grad = ctx.needs_input_grad[2:]
+        needs_grad = ctx.needs_input_grad[3:]
         is_differentiated_again = torch.is_grad_enabled()  # create_graph=True
         operands: list[Any] = list(ctx.saved_tensors)
         if not is_differentiated_again:
@@ -79,7 +90,7 @@ class _SplitGradient(torch.autograd.Function):
             )
             for i, operand_gradient in zip(indices, operand_gradients, strict=True):
                 gradients[i] = operand_gradient
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 def matmul_with_split_gradient(
@@ -95,6 +106,9 @@ def matmul_with_split_gradient(
         role: of the gradient.
         compute: linear in each operand.
         operands: first operand, second operand, and perhaps a bias; None for one that is not there.
+
+    Raises:
+        ValueError: if ``compute`` uses another tensor that needs a gradient.
     """
     round_gradients = partial(
         _rounded_gradients,
@@ -102,7 +116,7 @@ def matmul_with_split_gradient(
         ForwardState.capture(precision, evaluates=False),
         role,
     )
-    return _SplitGradient.apply(round_gradients, compute, *operands)
+    return _SplitGradient.apply(precision.name, round_gradients, compute, *operands)
 
 
 def _rounded_gradients(

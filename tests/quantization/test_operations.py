@@ -6,7 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import NAN, NEAREST, FunctionModule, identical, reported_operations
+from helpers import (
+    NAN,
+    NEAREST,
+    FunctionModule,
+    identical,
+    refused,
+    reported_operations,
+)
 from operation_samples import OPERATIONS
 from torch import nn
 from torch.nn import functional as F
@@ -226,6 +233,32 @@ def test_split_gradients_of_operation():
     dx, dw = torch.autograd.grad(y, [x, module.w], upstream)
     torch.testing.assert_close(dx, module.w.mT @ upstream, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(dw, upstream @ x.mT, atol=0.05)
+
+
+@all_operations
+def test_split_gradients_reach_all_operands(name):
+    """Refuse bilinear maps of two inputs with gradients, and compute all others."""
+    module, inputs = OPERATIONS[name].build(NEAREST)
+    bits = StaticSchedule(20, 4)
+    schedules = dict.fromkeys(("activation", "weight", "error"), bits)
+    finer = StaticSchedule(21, 4)
+    PrecisionScheduler(module, RoleSchedules(**schedules, weight_gradient=finer))
+    if "bilinear" in name:
+        refused("a further tensor that needs a gradient", module, *inputs)
+        with torch.no_grad():
+            module(*inputs)
+        inputs = [inputs[0], inputs[1].detach()]
+    leaves = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
+    y = module(*inputs)
+    upstream = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, upstream, allow_unused=True)
+    plain = OPERATIONS[name].function(module, *inputs)
+    expected = torch.autograd.grad(plain, leaves, upstream, allow_unused=True)
+    for actual, gradient in zip(found, expected, strict=True):
+        assert (actual is None) == (gradient is None)
+        if gradient is not None:
+            near = 1e-3 * float(gradient.abs().max())
+            torch.testing.assert_close(actual, gradient, rtol=1e-3, atol=near)
 
 
 # --- matmuls that stay in float32 ---------------------------------------------------
