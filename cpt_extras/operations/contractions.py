@@ -115,6 +115,7 @@ def bilinear(
 ) -> Tensor:
     """Quantise ``F.bilinear``: both inputs have a range per row, the weight one per output."""
     layer = mode.find_layer(weight)
+    _check_no_rotation(layer, "attention_query")
 
     def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         second = (
@@ -137,6 +138,22 @@ def bilinear(
         )
 
     return in_float32(layer.precision, first, run, first, second, weight, bias)
+
+
+def _check_no_rotation(layer: Interception, role: str) -> None:
+    """Raise ValueError if the active format of a role of ``layer`` has a Hadamard rotation.
+
+    A rotation cancels only in a sum over one dimension that both operands have.
+    """
+    if layer.precision is None:
+        return
+    quantizer = layer.precision.quantizers[layer.precision.layer_role(role)]
+    size = getattr(quantizer, "hadamard", 0)
+    if size:
+        raise ValueError(
+            f"layer {layer.name!r}: a bilinear map sums over both of its inputs, so that it cannot have a Hadamard "
+            f"rotation (got {size}); give its ladder formats without one, or leave the layer in float32"
+        )
 
 
 def _bilinear_macs(input: Tensor, weight: Tensor, output: Tensor) -> int:

@@ -261,6 +261,47 @@ def test_split_gradients_reach_all_operands(name):
             torch.testing.assert_close(actual, gradient, rtol=1e-3, atol=near)
 
 
+SQUARE = nn.Parameter(torch.randn(16, 16))
+ROTATED = {  # module, and the shapes of its inputs
+    "addmm": (
+        lambda: FunctionModule(lambda m, x: torch.addmm(m.w[0], x, m.w), w=SQUARE),
+        [(8, 16)],
+    ),
+    "einsum": (
+        lambda: FunctionModule(
+            lambda m, x: torch.einsum("bi,oi->bo", x, m.w), w=SQUARE
+        ),
+        [(8, 16)],
+    ),
+    "transposed convolution": (lambda: nn.ConvTranspose1d(16, 4, 3), [(8, 16, 6)]),
+    "bilinear layer": (lambda: nn.Bilinear(16, 16, 4), [(8, 16), (8, 16)]),
+    "bilinear map": (
+        lambda: FunctionModule(
+            lambda m, x, y: F.bilinear(x, y, m.w.view(4, 16, 16)),
+            w=nn.Parameter(torch.randn(4, 256)),
+        ),
+        [(8, 16), (8, 16)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_hadamard_rotation_cancels_or_is_refused(name):
+    torch.manual_seed(0)
+    make, shapes = ROTATED[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    plain = make()
+    rotated = {8: "affine20:hadamard=16"}
+    ladder = {"activation": rotated, "weight": rotated, "gradient": None}
+    model = quantize_(copy.deepcopy(plain), QuantConfig(ladder=ladder))
+    with precision(model, 8):
+        if "bilinear" in name:
+            refused("cannot have a Hadamard rotation .got 16.", model, *inputs)
+        else:
+            near = {"rtol": 1e-3, "atol": 1e-3}
+            torch.testing.assert_close(model(*inputs), plain(*inputs), **near)
+
+
 # --- matmuls that stay in float32 ---------------------------------------------------
 
 
