@@ -71,8 +71,19 @@ def linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Quantise ``F.linear``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
-    layer = mode.find_layer(weight)
-    roles = weight_op_roles(mode, layer, "linear", weight)
+    return run_linear(mode, weight, input, weight, bias)
+
+
+def run_linear(
+    mode: QuantizedOpsMode,
+    parameter: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return ``F.linear`` with quantised operands; ``parameter``: the weight before it was cast, which has an owner."""
+    layer = mode.find_layer(parameter)
+    roles = weight_op_roles(mode, layer, "linear", parameter)
     if input.shape[-1] == 1 and layer.kind != "linear" and roles[0] != "masked_input":
         layer = in_full_precision(layer)
 

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from cpt_core.quantization import op_handlers
 from cpt_core.quantization.op_handlers import functions_named
@@ -50,14 +51,22 @@ def _recurrence(kind: str, is_cell: bool) -> Any:
     def composite(mode: QuantizedOpsMode, *args: Any, **kwargs: Any) -> Any:
         from cpt_extras.operations import recurrences
 
-        linear = partial(op_handlers.linear, mode, functional.linear)
-        run = partial(
-            recurrences.run_cell if is_cell else recurrences.run_recurrence,
-            kind,
-            linear,
-        )
-        operands = inspect.signature(run).bind(*args, **kwargs).args
+        function = recurrences.run_cell if is_cell else recurrences.run_recurrence
+        signature = inspect.signature(partial(function, kind, functional.linear))
+        operands = signature.bind(*args, **kwargs).args
         tensors: list[Any] = [tuple(x) if isinstance(x, list) else x for x in operands]
+
+        def run(*in_float32: Any) -> Any:
+            # the owner of a weight is that of the parameter, not of its copy in float32
+            pairs = zip(tree_leaves(in_float32), tree_leaves(tensors), strict=True)
+            parameters = {id(copy): original for copy, original in pairs}
+
+            def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+                parameter = parameters.get(id(weight), weight)
+                return op_handlers.run_linear(mode, parameter, x, weight, bias)
+
+            return function(kind, linear, *in_float32)
+
         precision = mode.running.stack[-1].interception.precision
         with without_modes():
             return in_float32(precision, tensors[0], run, *tensors)

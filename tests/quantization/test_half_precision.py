@@ -1,10 +1,13 @@
 """Half precision, by autocast or by model dtype: operands stay on their quantisation grid."""
 
+import copy
+
 import pytest
 import torch
 from helpers import OpRecorder
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.precision import HALF
@@ -59,6 +62,33 @@ def test_half_precision_keeps_operands_on_grid(kind, way, dtype):
     assert all(
         p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in model.parameters()
     )
+
+
+RECURRENT = {
+    "gru": lambda: nn.GRU(8, 6, num_layers=2, bidirectional=True),
+    "rnn": lambda: nn.RNN(8, 6, batch_first=True),
+    "lstm with a projection": lambda: nn.LSTM(8, 6, proj_size=4),
+    "gru cell": lambda: nn.GRUCell(8, 6),
+    "rnn cell": lambda: nn.RNNCell(8, 6, nonlinearity="relu", bias=False),
+    "lstm cell": lambda: nn.LSTMCell(8, 6),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_half_precision_recurrence_has_grids_of_float32(name):
+    """Find the owner of a weight before it is cast: one range per row, and no running range."""
+    torch.manual_seed(0)
+    half = quantize_(RECURRENT[name]()).bfloat16()
+    whole = copy.deepcopy(half).float()
+    shape = (3, 8) if "cell" in name else (5, 3, 8)
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    outputs = []
+    for model in (half, whole):
+        with precision(model, 4):
+            outputs.append(tree_leaves(model(x.to(next(model.parameters()).dtype))))
+        assert not model.precision.running_masked_input.any()
+    for actual, expected in zip(*outputs, strict=True):
+        assert torch.equal(actual, expected.bfloat16())
 
 
 def test_autocast_of_float32_layers_equals_torch():
