@@ -28,7 +28,12 @@ from cpt_lab.doctor import check_sweep
 from cpt_lab.experiments.registry import EXPERIMENTS
 from cpt_lab.experiments.schema import is_own
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.numerics import OtherNumericsWarning, count_numerics, describe_counts
+from cpt_lab.numerics import (
+    OtherNumericsWarning,
+    count_numerics,
+    describe_counts,
+    is_comparable,
+)
 from cpt_lab.provenance import commit
 from cpt_lab.resources import usable_cores, usable_memory
 from cpt_lab.sweeps import stores
@@ -63,7 +68,8 @@ def run_grid(
     ends with KeyboardInterrupt; twice: at once.
 
     Rows of other numerics (``cpt_core.numerics``) count as done, with a warning: a long sweep does not start anew
-    because the package was updated. ``rerun_old`` runs them again.
+    because the package was updated. ``rerun_old`` runs them again; the row of one that fails is returned, while the old
+    row goes on to count in the store.
 
     Args:
         specs: the runs; equal specs are run once.
@@ -111,13 +117,20 @@ def run_grid(
         check_sweep(store.parent, starts=options.workers != 0)
         stores.check_source(store, commit())
         jobs = _jobs(missing, store, options)
-        _sweep(jobs, _executor(missing, options), options.progress)
+        failed_rows = _sweep(jobs, _executor(missing, options), options.progress)
         # The store is read again, because another sweep may have trained some of the runs.
         row_by_key = {row["key"]: row for row in stores.load_rows(store)}
+        for row in failed_rows:
+            # In the store a finished row of other numerics counts before this failure.
+            if not options.accepts(row_by_key[row["key"]]):
+                row_by_key[row["key"]] = row
 
     rows = [row_by_key[spec.key] for spec in specs]
-    # A process may have been killed between its row and the removal of its checkpoint.
-    finished_keys = {row["key"] for row in rows if row["status"] != "failed"}
+    # A process may have been killed between its row and the removal of its checkpoint. Beside a row of other numerics
+    # the checkpoint is that of a rerun, which goes on from it.
+    finished_keys = {
+        row["key"] for row in rows if row["status"] != "failed" and is_comparable(row)
+    }
     stores.remove_checkpoints(store, finished_keys)
     return rows
 
@@ -227,13 +240,17 @@ def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
     return list({spec.recipe: spec for spec in specs}.values())
 
 
-def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
+def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> list[ResultRow]:
     """Run jobs until every run has a row; wait for the runs that other sweeps have claimed.
+
+    Returns:
+        The rows of the runs that failed.
 
     Raises:
         KeyboardInterrupt: when the sweep was stopped, after the runs have written their checkpoints.
     """
     run_count = sum(1 + len(job.beside) for job in jobs)
+    failed_rows = []
     with Signals() as signals, Live(run_count, progress) as live:
         while jobs and not signals.stop.is_set():
             unfinished_keys = set()
@@ -241,6 +258,8 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
                 live.finish(outcome)
                 if outcome.row is None:
                     unfinished_keys.add(outcome.key)
+                elif outcome.row["status"] == "failed":
+                    failed_rows.append(outcome.row)
 
             # Another sweep has these runs (wait for it, and take over if it dies), or somebody ended their processes.
             single_jobs = [
@@ -261,6 +280,7 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
             raise KeyboardInterrupt(
                 f"stopped with {live.summary()}; the same command goes on from here"
             )
+    return failed_rows
 
 
 def _jobs(specs: list[RunSpec], store: Path, options: SweepOptions) -> list[Job]:

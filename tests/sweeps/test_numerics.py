@@ -9,7 +9,8 @@ from cpt_core.numerics import NUMERICS
 from cpt_lab.analysis import report
 from cpt_lab.analysis.run_table import load, table
 from cpt_lab.numerics import OtherNumericsWarning, numerics_of
-from cpt_lab.sweeps import stores, verify
+from cpt_lab.sweeps import stores, verify, worker
+from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.row_format import load_rows
 from cpt_lab.sweeps.sweep import run_grid
 
@@ -106,6 +107,62 @@ def test_run_grid_reruns_old_rows_on_demand(old_store):
     assert [row["key"] for row in load_rows(old_store)] == [s.key for s in SPECS[:2]]
     assert run_grid(SPECS[:2], old_store, workers=0, rerun_old=True) == rows
     assert old_store.read_text() == after
+
+
+@pytest.mark.filterwarnings("ignore::cpt_lab.numerics.OtherNumericsWarning")
+def test_run_grid_keeps_checkpoints_of_reruns(old_store):
+    """Keep the checkpoint of a rerun that was stopped, until the rerun has finished."""
+    for spec in SPECS[:2]:
+        checkpoint = stores.place(old_store, "checkpoints", spec.key)
+        checkpoint.parent.mkdir(exist_ok=True)
+        checkpoint.with_suffix(".previous.pt").write_bytes(b"paused")
+    rerun = f"{SPECS[0].key}.previous.pt"
+    run_grid(SPECS[:2], old_store, workers=0)
+    assert [path.name for path in checkpoint.parent.iterdir()] == [rerun]
+    run_grid(SPECS[:1], old_store, workers=0, rerun_old=True)
+    assert list(checkpoint.parent.iterdir()) == []
+
+
+def fail(job, should_stop):
+    yield from ()
+    return stores.describe(job.spec) | {"status": "failed", "error": "boom"}
+
+
+@pytest.mark.filterwarnings("ignore::cpt_lab.numerics.OtherNumericsWarning")
+@pytest.mark.parametrize("retry_failed", [False, True])
+def test_run_grid_returns_failed_reruns(retry_failed, old_store, monkeypatch):
+    """Return the failure of a rerun, although the old row goes on to count in the store."""
+    monkeypatch.setattr(worker, "_trained_row", fail)
+    options = SweepOptions(workers=0, retry_failed=retry_failed)
+    checkpoint = stores.place(old_store, "checkpoints", SPECS[0].key)
+    checkpoint.parent.mkdir()
+    checkpoint.write_bytes(b"paused")
+    rows = run_grid(SPECS[:2], old_store, options, rerun_old=True)
+    assert [row["status"] for row in rows] == ["failed", "ok"]
+    assert checkpoint.exists()
+    assert len(old_store.read_text().splitlines()) == 3
+
+    rows = run_grid(SPECS[:2], old_store, options)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert checkpoint.exists()
+
+
+@pytest.mark.filterwarnings("ignore::cpt_lab.numerics.OtherNumericsWarning")
+def test_run_command_reports_failed_reruns(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    monkeypatch.setattr(worker, "_trained_row", fail)
+    store = stores.store_path("smoke", "image")
+    store.parent.mkdir(parents=True)
+    write_rows(store, row_of_release(SPECS[0], "0.1.0"))
+    words = (
+        "run digits/mlp6 --scale smoke --arms CR --steps 10 --n-cycles 2 --workers 0"
+    )
+    sweep = (*words.split(), "--seeds", "0")
+    assert command(*sweep)[0] == 0
+    status, out, err = command(*sweep, "--rerun-old")
+    assert status == 1
+    assert "1 failed" in out
+    assert "failed: CR seed 0: boom" in err
 
 
 def test_verify_skips_rows_of_different_numerics(old_store, monkeypatch, command):
