@@ -78,7 +78,7 @@ def supervise(
     index = index_part(job.store, [single.spec.key for single in job.each()])
     process = context.Process(
         target=_child,
-        args=(job, sender, work, dict(os.environ), index),
+        args=(job, sender, work, _environment(), index),
         name=f"{PREFIX}{job.spec.key}",
     )
     with _importable_main():
@@ -347,11 +347,33 @@ def unless_set(variables: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
+_passed_names: set[str] = set()  # of variables that run processes ever got
+
+
+def _environment() -> dict[str, str | None]:
+    """Return the environment of this process for a run process; None stands for a variable that was unset.
+
+    The fork server still has such a variable. It also has variables that imports set there; those are left alone.
+    """
+    with _starting:
+        _passed_names.update(os.environ)
+        return {name: os.environ.get(name) for name in _passed_names}
+
+
+def _set_environment(environment: Mapping[str, str | None]) -> None:
+    """Set and unset environment variables of this process."""
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def _child(
     job: Job,
     sender: Any,
     work: Callable[..., list[Outcome]],
-    environment: dict[str, str],
+    environment: Mapping[str, str | None],
     index: StoreIndex | None,
 ) -> None:
     """Run a job in the new process, and send its progress and its outcomes."""
@@ -364,9 +386,7 @@ def _child(
         stop.set()
 
     send("begun", None)
-    os.environ.update(
-        environment
-    )  # the server that this process comes from may be older than a change of it
+    _set_environment(environment)
     remember(job.store, index)
     stop = threading.Event()
     for number in (

@@ -213,6 +213,42 @@ def test_run_process_gets_environment_gpu_and_cores(store, monkeypatch):
     assert tasks < set(forkserver._forkserver._preload_modules)  # seconds a run
 
 
+@pytest.mark.slow
+def test_run_process_gets_no_unset_variables(tmp_path):
+    """Unset what the fork server was started with, and leave what imports have set there."""
+    script = tmp_path / "sweep.py"
+    script.write_text(UNSETTING_SWEEP)
+    environment = os.environ | {"CPT_DATA_DIR": "old", "CPT_TEST_WORD": "old"}
+    out = subprocess.check_output(
+        [sys.executable, script, tmp_path], env=environment, text=True
+    )
+    before, after = (set(line.split(",")) for line in out.split())
+    assert before - after == {"CPT_DATA_DIR", "CPT_TEST_WORD"}
+    assert after - before == {"CPT_NEW_WORD"}
+    assert {*process.ALLOCATOR, "TORCHINDUCTOR_CACHE_DIR"} <= after
+
+
+UNSETTING_SWEEP = """
+import os, sys
+from pathlib import Path
+from cpt_lab.experiments import designs
+from cpt_lab.sweeps.process import supervise
+from cpt_lab.sweeps.worker import Job, Outcome
+
+def names(job, stop, on_start):
+    return [Outcome(job.spec.key, "ran", sorted(os.environ))]
+
+if __name__ == "__main__":
+    spec, *_ = designs.quality_cost("smoke", schedules=["CR"], static_bits=[])
+    job = Job(spec, Path(sys.argv[1]) / "rows.jsonl")
+    print(",".join(supervise(job, work=names)[0].row))
+    del os.environ["CPT_DATA_DIR"]
+    os.environ.pop("CPT_TEST_WORD")
+    os.environ["CPT_NEW_WORD"] = "new"
+    print(",".join(supervise(job, work=names)[0].row))
+"""
+
+
 def test_fork_server_ignores_interrupts():
     process._context()
     with open(f"/proc/{forkserver._forkserver._forkserver_pid}/status") as file:
