@@ -8,6 +8,7 @@ Shapes: N images, C channels, H x W pixels.
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset
 
 from cpt_extras.optional_libraries import import_optional
 from cpt_lab.data.files import DataNotFoundError, missing_data_error, own_path
+from cpt_lab.data.folder_contents import ImageFiles
 from cpt_lab.data.image_readers import (
     ArrayImages,
     inspect_image_folders,
@@ -70,7 +72,7 @@ class ImageData:
         train: training split.
         valid: validation split; empty when nothing is held out.
         test: test split.
-        checksum: checksum of pixels and labels in memory, or of the list of files.
+        checksum: checksum of pixels and labels in memory, or of the lists of files.
         report: what was read, left out and changed.
     """
 
@@ -141,13 +143,23 @@ def load_images(recipe: ImageRecipe) -> ImageData:
 
 
 def _checksum(loaded: "_Loaded", splits: list[Any]) -> str:
-    """Return the checksum of the splits in memory, or of the names and labels of all files."""
+    """Return the checksum of the splits in memory, or of the lists of files.
+
+    Of the user's files it has the class folders, the sizes and which of them are trained on, too.
+    """
     digest = hashlib.sha256()
     if loaded.in_memory:
         for split in splits:
             digest.update(
                 split.images.numpy().tobytes() + split.labels.numpy().tobytes()
             )
+    elif isinstance(loaded.train, ImageFiles):
+        for files in (loaded.train, loaded.test):
+            digest.update(f"{len(files)} files\n".encode())
+            for path, label in files.samples:
+                name = Path(path).relative_to(files.root).as_posix()
+                entry = f"{name}\0{label}\0{Path(path).stat().st_size}\n"
+                digest.update(os.fsencode(entry))
     else:
         samples = loaded.train.samples + loaded.test.samples
         digest.update(

@@ -561,6 +561,32 @@ def test_image_reader_loads_imagenet_layout(data_folder):
     assert (images.title, images.classes, len(images.test)) == ("ImageNet", 2, 12)
 
 
+def moved(files, old, new):
+    """Return files of which one has another name."""
+    return {new if name == old else name: file for name, file in files.items()}
+
+
+def test_checksum_on_disk_follows_files(data_folder, tmp_path):
+    """Change the checksum with content, classes and the split, but not with the place of the data."""
+    files = pets("train", "val")
+    sets = {
+        "equal": files,
+        "content": files | {"train/cat/1.png": encoded(noise((24, 20), 99))},
+        "test content": files | {"val/dog/1.png": encoded(noise((24, 20), 99))},
+        "file": moved(files, "train/cat/1.png", "train/cat/x.png"),
+        "class": renamed(files, "/dog/", "/fox/"),
+        "split": moved(files, "val/dog/0.png", "train/dog/9.png"),
+    }
+    checksums = {}
+    for kind, content in sets.items():
+        write(data_folder / kind / "mine", content)
+        config = small(f"{data_folder / kind / 'mine'}/", size=ON_DISK, crop=0)
+        checksums[kind] = load_images(config).checksum
+    original = load_own(data_folder, "image", files, size=ON_DISK).checksum
+    assert checksums.pop("equal") == original
+    assert len({original, *checksums.values()}) == 1 + len(checksums)
+
+
 # --- pixels ---------------------------------------------------------------------------------------
 
 
