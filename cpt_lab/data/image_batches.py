@@ -108,12 +108,21 @@ def batch_bytes(recipe: ImageRecipe) -> int:
 
 
 def training_files(split: Any, recipe: ImageRecipe, seed: int) -> _TransformedFiles:
-    """Return images with the random transform of training, a resized crop and a flip, as for ImageNet."""
+    """Return images with the random transforms of training: the recipe's crop and flip."""
     v2 = import_optional("torchvision.transforms.v2", "vision")
+    if recipe.crop == "resized":
+        crop = [v2.RandomResizedCrop(recipe.size, antialias=True)]
+    else:
+        padded_crop = v2.RandomCrop(recipe.size, padding=int(recipe.crop))
+        crop = [*_centre_crop(recipe.size), padded_crop]
     flip = [v2.RandomHorizontalFlip()] if recipe.flip else []
-    return _TransformedFiles(
-        split, [v2.RandomResizedCrop(recipe.size, antialias=True), *flip], seed
-    )
+    return _TransformedFiles(split, [*crop, *flip], seed)
+
+
+def _centre_crop(size: int) -> list[Any]:
+    """Return the transforms of images from disk that are tested on."""
+    v2 = import_optional("torchvision.transforms.v2", "vision")
+    return [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
 
 
 def file_batches(
@@ -166,9 +175,7 @@ def evaluation_batches(
             yield normalize(images), to_device(part.labels, device)
         return
 
-    v2 = import_optional("torchvision.transforms.v2", "vision")
-    resize = v2.Resize(round(size / 0.875), antialias=True)
-    files = _TransformedFiles(split, [resize, v2.CenterCrop(size)])
+    files = _TransformedFiles(split, _centre_crop(size))
     keys = [(0, index) for index in range(len(files.files))]
     batches = [
         keys[i : i + EVALUATION_IMAGES] for i in range(0, len(keys), EVALUATION_IMAGES)

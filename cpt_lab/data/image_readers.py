@@ -561,7 +561,7 @@ def _draw_test_images(
 # --- reading --------------------------------------------------------------------------------------
 
 
-def inspect_image_folders(folder: Path, size: int, report: DataReport) -> OwnImages:
+def inspect_image_folders(folder: Path, report: DataReport) -> OwnImages:
     """Return lists of files that stay on disk, after inspecting each file; report facts about them.
 
     Raises:
@@ -573,17 +573,7 @@ def inspect_image_folders(folder: Path, size: int, report: DataReport) -> OwnIma
     inspected = read_each(inspect_image_file, map(Path, paths))
     bits = _report_files(folder.name, dict(zip(names, inspected, strict=True)), report)
     images.train.bits = images.test.bits = bits
-    report_cropping(report, size)
     return images
-
-
-def report_cropping(report: DataReport, size: int) -> None:
-    """Add a fact about images on disk, which are resized and cropped while they are read."""
-    report.add(
-        "changed",
-        f"resized to {round(size / 0.875)} pixels on the short side and cropped to the {size} x {size} in the middle "
-        f"to test on; of training images a part drawn at random is resized to {size} x {size}",
-    )
 
 
 def _report_files(

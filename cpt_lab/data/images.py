@@ -26,7 +26,6 @@ from cpt_lab.data.image_readers import (
     ArrayImages,
     inspect_image_folders,
     read_own_images,
-    report_cropping,
 )
 from cpt_lab.data.random_streams import seeded_generator
 from cpt_lab.data.report import DataReport, empty_report, pluralize
@@ -103,8 +102,10 @@ def load_images(recipe: ImageRecipe) -> ImageData:
 
     Raises:
         DataNotFoundError: when the files are not there; nothing is downloaded.
-        ValueError: when the files do not have the documented layout or there are too few images.
+        ValueError: when the files do not have the documented layout, there are too few images, or the recipe's crop is
+            not one for its size.
     """
+    _check_crop(recipe)
     report = DataReport(recipe.dataset)
     in_memory = recipe.size <= MAX_IN_MEMORY_SIZE
     loaded = _load_arrays(recipe, report) if in_memory else _load_files(recipe, report)
@@ -139,6 +140,19 @@ def load_images(recipe: ImageRecipe) -> ImageData:
         test=test,
         checksum=_checksum(loaded, splits),
         report=report,
+    )
+
+
+def _check_crop(recipe: ImageRecipe) -> None:
+    """Refuse a crop that training images of the recipe's size cannot have."""
+    crop, size = recipe.crop, recipe.size
+    if isinstance(crop, int) and crop >= 0:
+        return
+    if crop == "resized" and size > MAX_IN_MEMORY_SIZE:
+        return
+    raise ValueError(
+        f"crop: expected a number of pixels from 0 on, or 'resized' at a size above {MAX_IN_MEMORY_SIZE}; got {crop!r} "
+        f"at size {size}"
     )
 
 
@@ -404,9 +418,8 @@ def _resize_images(images: Tensor, size: int) -> Tensor:
 def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
     """Return lists of image files that stay on disk."""
     if recipe.dataset != "imagenet":
-        own_images = inspect_image_folders(
-            own_path(recipe.dataset), recipe.size, report
-        )
+        own_images = inspect_image_folders(own_path(recipe.dataset), report)
+        _report_cropping(report, recipe)
         return _Loaded(
             own_images.train,
             own_images.test,
@@ -431,8 +444,19 @@ def _load_files(recipe: ImageRecipe, report: DataReport) -> _Loaded:
         "read",
         f"{title}: {len(train):,} training and {len(test):,} test images, as torchvision reads them",
     )
-    report_cropping(report, recipe.size)
+    _report_cropping(report, recipe)
     return _Loaded(train, test, title, IMAGENET_MEAN, IMAGENET_STD, list(train.wnids))
+
+
+def _report_cropping(report: DataReport, recipe: ImageRecipe) -> None:
+    """Add a fact about images on disk, which are resized and cropped while they are read."""
+    size, crop = recipe.size, recipe.crop
+    text = f"resized to {round(size / 0.875)} pixels on the short side and cropped to the {size} x {size} in the middle"
+    if crop == "resized":
+        text += f" to test on; of training images a part drawn at random is resized to {size} x {size}"
+    elif crop:
+        text += f"; training images are then padded with {crop} black pixels and cropped at random"
+    report.add("changed", text)
 
 
 def download(name: str, language: str = "") -> Path:

@@ -39,7 +39,8 @@ class ImageRecipe(Recipe):
         milestones: shares of ``steps`` at which the learning rate is multiplied by 0.1.
         momentum: of SGD.
         size: side of the images in pixels; other images are resized.
-        crop: pixels of zero padding before the random crop; 0 means no crop. "resized" crops as for ImageNet.
+        crop: pixels of zero padding before the random crop; 0 means no crop. "resized" crops as for ImageNet, at sizes
+            above 64.
         flip: random horizontal flips.
         train_images, valid_images, test_images: how many are used; None means all. The validation images are held out
             of the training set; with 0 the best epoch is chosen on the test set, and the metric says so.

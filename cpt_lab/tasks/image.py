@@ -52,20 +52,17 @@ class ImageTask:
             spec.seed,
             device,
         )
-        limits = ("size", "train_images", "valid_images", "test_images")
+        limits = ("size", "crop", "train_images", "valid_images", "test_images")
         self.data = (
             random_images(self.recipe)
             if stand_in
             else load_once(load_images, self.recipe, *limits)
         )
         # Random images lie in memory, and a resized crop exists only for images read from disk.
-        if stand_in and self.recipe.crop == "resized":
+        in_memory = isinstance(self.data.train, ArrayImages)
+        if in_memory and self.recipe.crop == "resized":
             self.recipe = replace(self.recipe, crop=0)
-        self.workers = (
-            0
-            if isinstance(self.data.train, ArrayImages)
-            else reader_count(batch_bytes(self.recipe))
-        )
+        self.workers = 0 if in_memory else reader_count(batch_bytes(self.recipe))
         self.title = f"{self.recipe.model} on {self.data.title}"
 
     def build_model(self) -> nn.Module:

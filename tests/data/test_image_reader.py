@@ -12,7 +12,6 @@ import struct
 import tarfile
 import threading
 import zlib
-
 import numpy as np
 import pytest
 import torch
@@ -34,20 +33,26 @@ from dataset_layouts import (
     split_sizes,
     write,
 )
-from helpers import refused
+from helpers import refused, smoke_spec
 from PIL import Image, ImageOps
 
 from cpt_lab import data
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.folder_contents import duplicate_files, identical_files
-from cpt_lab.data.image_batches import array_batches, evaluation_batches, file_batches
+from cpt_lab.data.image_batches import (
+    array_batches,
+    evaluation_batches,
+    file_batches,
+    make_normalizer,
+)
 from cpt_lab.data.image_decoding import inspect_image_file, open_rgb
 from cpt_lab.data.image_readers import ArrayImages, to_rgb
 from cpt_lab.data.images import ImageData, load_images
+from cpt_lab.data.random_streams import batch_keys
 from cpt_lab.data.splits import class_count
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
-from cpt_lab.tasks.base import read_all_data
+from cpt_lab.tasks.base import load_task_class, read_all_data
 
 CPU = torch.device("cpu")
 IN_MEMORY, ON_DISK = 20, 80  # sizes of images, of which the larger are read from disk
@@ -728,6 +733,57 @@ def test_image_folder_batches_resume_exactly(data_folder):
     assert sorted(images.train.indices + images.valid.indices) == list(range(12))
     # Files come class by class: held-out images at an end would be of one class.
     assert images.valid.indices not in ([0, 1], [10, 11])
+
+
+@pytest.mark.parametrize("pad", [0, 1, 3])
+def test_image_folder_batches_crop_by_padding(pad, data_folder):
+    """Crop images from disk as those in memory: any window of the padded centre, which images to test on show."""
+    images = load_own(data_folder, "image", pets(), size=72, crop=pad)
+    evaluated = next(evaluation_batches(images.train, images, 72, CPU, 0))[0]
+    black = make_normalizer(CPU)(torch.zeros(1, 3, 1, 1))
+    padded = black.repeat(len(evaluated), 1, 72 + 2 * pad, 72 + 2 * pad)
+    padded[:, :, pad : pad + 72, pad : pad + 72] = evaluated
+    windows = padded.unfold(2, 72, 1).unfold(3, 72, 1)
+    config = small(size=72, crop=pad, flip=False, batch=len(evaluated))
+    numbers = torch.tensor([index for _, index in next(batch_keys(8, 8, 0, 0))])
+    x, labels = next(file_batches(images.train, config, 0, CPU, 0, 0))
+    places = set()
+    for crop, image in zip(x, windows[numbers], strict=True):
+        matches = (image == crop[:, None, None]).flatten(3).all(3).all(0)
+        (place,) = matches.nonzero().tolist()
+        places.add(tuple(place))
+    assert len(places) == 1 if pad == 0 else len(places) > 1
+    assert labels.tolist() == [labels_of(images.train)[i] for i in numbers]
+
+
+@pytest.mark.parametrize(
+    ("crop", "words"),
+    [
+        (0, "82 pixels on the short side and cropped to the 72 x 72 in the middle"),
+        (3, "in the middle; training images are then padded with 3 black pixels and"),
+        ("resized", "in the middle to test on; of training images a part drawn at"),
+    ],
+)
+def test_image_report_names_crop_on_disk(crop, words, data_folder):
+    write(data_folder / "mine", pets())
+    for value in (4, crop):  # the report of another crop is cached
+        spec = smoke_spec("digits", dataset="mine/", size=72, crop=value)
+        data = load_task_class(spec)(spec, CPU).data
+    (line,) = (line for line in report_lines(data) if "in the middle" in line)
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("size", "crop"),
+    [(64, "resized"), (20, "resized"), (72, -1), (20, -1), (72, "centre"), (20, "2")],
+)
+def test_image_reader_rejects_crops_of_other_sizes(size, crop, data_folder):
+    write(data_folder / "mine", pets())
+    message = (
+        "crop: expected a number of pixels from 0 on, or 'resized' at a size above 64; "
+        f"got {crop!r} at size {size}"
+    )
+    refused(message, load_images, small(size=size, crop=crop))
 
 
 def test_image_batches_normalise_like_imagenet():
