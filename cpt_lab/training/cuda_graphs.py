@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 # Consecutive steps of one kind before it is recorded, in which libraries choose kernels and allocate memory.
 CAPTURE_WARM_UP_STEPS = 3
@@ -198,7 +198,7 @@ class _RecordedStep:
                 recorded_leaf.copy_(leaf, non_blocking=True)
         self.replay()
         loss, carry = self.result
-        return tree_map(torch.clone, loss), carry
+        return tree_map_only(Tensor, torch.clone, loss), carry
 
 
 def structure_key(tree: Any) -> Hashable:

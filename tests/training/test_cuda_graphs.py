@@ -127,6 +127,28 @@ def test_captured_steps_equal_eager_bit_for_bit(name, recorders, train_eagerly):
 
 
 @pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (None, None),
+        ({"cells": None, "count": 3}, {"cells": None, "count": 3}),
+    ],
+    ids=["none", "mixed"],
+)
+def test_capture_replays_results_without_tensors(state, expected):
+    """Replay a step whose result holds other objects than tensors, such as the state that a transformer lacks."""
+    recorder = TapeRecorder()
+    capture = cuda_graphs.Capture(
+        lambda batch, carry: ((batch * 2, state), None), recorder, lambda: 0
+    )
+    for step in range(6):
+        batch = torch.full((3,), float(step))
+        (values, result), _ = capture(batch, None)
+        assert values.tolist() == [2 * step] * 3
+        assert result == expected
+    assert capture.replayed > 1
+
+
+@pytest.mark.parametrize(
     "name", ["images", "words", "sentences", "quantised sums", "int8 sums"]
 )
 def test_captured_evaluation_follows_weights_and_bits(name, recorders):
