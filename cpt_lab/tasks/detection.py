@@ -65,7 +65,7 @@ class DetectionTask:
             spec.seed,
             device,
         )
-        limits = ("size", "train_images", "valid_images", "test_images")
+        limits = ("size", "max_size", "train_images", "valid_images", "test_images")
         self.data = (
             random_detection(self.recipe)
             if stand_in

@@ -19,12 +19,14 @@ from dataset_layouts import (
     noise,
     own_recipe,
     pictures,
+    report_lines,
     split_sizes,
     voc_folder,
     voc_object,
     write,
+    write_own,
 )
-from helpers import identical, refused
+from helpers import identical, refused, smoke_spec
 from PIL import Image
 
 from cpt_lab import data as data_sets
@@ -38,6 +40,7 @@ from cpt_lab.data.detection_batches import (
 )
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.experiments.registry import recipe
+from cpt_lab.tasks.detection import DetectionTask
 
 small = functools.partial(own_recipe, "detection")
 DIFFICULT = "<difficult>1</difficult>"
@@ -335,6 +338,15 @@ def test_voc_reader_scales_subsets_by_whole_dataset(data_folder):
     every = (*whole.train, *whole.test, *some.train, *some.test)
     assert {one.bits for one in every} == {14}
     assert max(one.read().max() for one in whole.test) == 16000 >> 6
+
+
+def test_voc_report_follows_max_size(data_folder):
+    """Report the largest side of this recipe, also if the data of another one are cached."""
+    write_own(data_folder, voc_folder())
+    for max_size in (70, 90, 70):
+        spec = smoke_spec("digit-scenes", dataset="mine/", size=64, max_size=max_size)
+        lines = report_lines(DetectionTask(spec, torch.device("cpu")).data)
+        assert any(f"at most {max_size} on the long one" in line for line in lines)
 
 
 def test_voc_reader_clips_boxes_to_image(data_folder):
