@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from cpt_extras.files import write_text
 from cpt_lab.analysis.rendering import plain
 from cpt_lab.commands import digest
-from cpt_lab.data.files import fingerprint_paths, own_path
+from cpt_lab.data.files import fingerprint_paths, own_paths
 from cpt_lab.experiments.schema import is_own
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 
@@ -101,7 +101,7 @@ class NotebookRun:
         ]
         if own_data:
             shown["fingerprints"] = [
-                fingerprint_paths(map(own_path, data.split(","))) for data in own_data
+                fingerprint_paths(own_paths(data)) for data in own_data
             ]
         committed = [
             *sorted(results_dir().glob("*.json*")),

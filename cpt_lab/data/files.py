@@ -6,6 +6,7 @@
 
 import hashlib
 import os
+import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,14 @@ def own_path(path: str) -> Path:
     return next(
         (candidate for candidate in candidates if candidate.exists()), candidates[1]
     )
+
+
+def own_paths(dataset: str) -> list[Path]:
+    """Return the path of the user's data set, or those of its archives, "train.npz,test.npz".
+
+    Any other comma is part of the name of a file or folder.
+    """
+    return [own_path(part) for part in re.split(r"(?<=\.npz),", dataset)]
 
 
 @contextmanager
@@ -84,10 +93,7 @@ def _read_error_reason(path: Path, error: Exception) -> str:
 def data_paths(recipe: Recipe) -> list[Path]:
     """Return the files and folders of a recipe's data set; none for embedded data."""
     if is_own(recipe.dataset):
-        parts = (
-            recipe.dataset.split(",") if ".npz," in recipe.dataset else [recipe.dataset]
-        )
-        return [own_path(part) for part in parts]
+        return own_paths(recipe.dataset)
     dataset = EXPERIMENTS[recipe.task].named_datasets[recipe.dataset]
     paths = [data_dir() / name for name in dataset.folders]
     return [path for path in paths if path.exists()]
@@ -165,7 +171,7 @@ def task_for_data(dataset: str) -> str:
             task_of_dataset(dataset) or "image"
         )  # the image task lists all data sets in its error
 
-    path = own_path(dataset.partition(",")[0])
+    path = own_paths(dataset)[0]
     if not path.exists():
         raise DataNotFoundError(f"there is no file or folder {path}")
     for task in EXPERIMENTS:

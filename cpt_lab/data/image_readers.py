@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.data.files import DataNotFoundError, explain_read_errors, own_path
+from cpt_lab.data.files import DataNotFoundError, explain_read_errors, own_paths
 from cpt_lab.data.folder_contents import (
     FolderContents,
     ImageFiles,
@@ -129,7 +129,7 @@ def read_own_images(dataset: str, size: int, report: DataReport) -> OwnImages:
     Raises:
         DataNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
     """
-    paths = [own_path(part) for part in dataset.split(",")]
+    paths = own_paths(dataset)
     folder = paths[0]
     if len(paths) == 1 and folder.is_dir():
         has_archives = any(folder.glob("*.npz"))

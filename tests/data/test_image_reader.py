@@ -12,6 +12,7 @@ import struct
 import tarfile
 import threading
 import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +38,7 @@ from helpers import refused, smoke_spec
 from PIL import Image, ImageOps
 
 from cpt_lab import data
-from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.files import DataNotFoundError, check_data, task_for_data
 from cpt_lab.data.folder_contents import duplicate_files, identical_files
 from cpt_lab.data.image_batches import (
     array_batches,
@@ -590,6 +591,28 @@ def test_checksum_on_disk_follows_files(data_folder, tmp_path):
     original = load_own(data_folder, "image", files, size=ON_DISK).checksum
     assert checksums.pop("equal") == original
     assert len({original, *checksums.values()}) == 1 + len(checksums)
+
+
+@pytest.mark.parametrize("name", ["Fotos, 2024/", "a,b/c,d/"])
+@both_places
+def test_image_folder_names_may_hold_commas(name, size, data_folder):
+    write(data_folder / name, pets())
+    config = small(name, size=size)
+    assert task_for_data(name) == "image"
+    check_data(config)
+    assert split_sizes(load_images(config)) == [8, 2, 2]
+
+
+def test_image_archive_names_may_hold_commas(data_folder):
+    write(data_folder / "Fotos, 2024", image_archives())
+    name = "Fotos, 2024/train.npz,Fotos, 2024/test.npz"
+    assert task_for_data(name) == "image"
+    config = small(name, size=8)
+    check_data(config)
+    assert (
+        load_images(config).checksum
+        == load_images(small("Fotos, 2024/", size=8)).checksum
+    )
 
 
 # --- pixels ---------------------------------------------------------------------------------------
