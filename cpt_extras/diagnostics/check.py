@@ -245,6 +245,7 @@ def check(
     simulation, which has the same operations; ``summary`` says which matmuls run on integers.
 
     Then the model is evaluated at 4 bits, or the next level of its formats, some 10 to 40 times: see ``invariances``.
+    Where no level of its formats fits all layers, it is evaluated on the paper's grids, and the results note so.
 
     Args:
         model: converted by ``quantize_``; on the device of the inputs.

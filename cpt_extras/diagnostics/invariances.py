@@ -25,7 +25,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +69,8 @@ NUM_DECODED_TOKENS = 3  # one by one, with a cache
 # notes of tests that are not applicable
 NO_SAMPLES = "outputs are independent of each other along no axis"
 OTHER_IN_FLOAT32 = "float32 gives other outputs, too"
+# note of tests that did not run on the formats of the model
+ON_AFFINE_GRIDS = "on the paper's grids: no level of the formats fits all layers"
 
 
 Run = Callable[..., list[Tensor]]
@@ -167,10 +169,21 @@ def find_invariances(
     with ExitStack() as undo:
         try:
             runs = RepeatedRuns(model, inputs, undo)
-            return _InvarianceTests(runs, inputs).results(), runs.filled
+            results = _InvarianceTests(runs, inputs).results()
+            if runs.on_affine_grids:
+                results = [_note_affine_grids(result) for result in results]
+            return results, runs.filled
         except Exception as problem:
             note = f"the model cannot be evaluated: {_shorten(problem)}"
             return [Invariance(REPEATED_PASS, NOT_APPLICABLE, note=note)], []
+
+
+def _note_affine_grids(result: Invariance) -> Invariance:
+    """Return a result with a note that its test ran on the paper's grids."""
+    if result.status == NOT_APPLICABLE:
+        return result
+    notes = [note for note in (result.note, ON_AFFINE_GRIDS) if note]
+    return replace(result, note="; ".join(notes))
 
 
 class _InvarianceTests:

@@ -53,6 +53,8 @@ class RepeatedRuns:
 
     Attributes:
         level: bits of the quantised runs.
+        on_affine_grids: whether they use the paper's grids in place of the model's formats, of which no level fits all
+            layers.
         filled: names of layers whose running ranges were empty, and were filled from the inputs.
     """
 
@@ -64,7 +66,8 @@ class RepeatedRuns:
         self.precisions = all_precisions(model)
         layers = list(self.precisions.values())
         level = next((q for q in PREFERRED_LEVELS if _all_support(layers, q)), None)
-        undo.enter_context(simulated(self.precisions, on_affine_grids=level is None))
+        self.on_affine_grids = level is None
+        undo.enter_context(simulated(self.precisions, self.on_affine_grids))
         self.level = PREFERRED_LEVELS[0] if level is None else level
         undo.enter_context(_evaluation_mode(model, self.precisions))
         undo.enter_context(reference())

@@ -33,6 +33,7 @@ from cpt_extras.diagnostics.invariances import (
     LATER_POSITIONS,
     MASKED_POSITIONS,
     MEMORY_LAYOUT,
+    ON_AFFINE_GRIDS,
     ONE_SAMPLE,
     OTHER_SAMPLES,
     OUT_OF_REACH,
@@ -436,6 +437,37 @@ def test_invariance_check_uses_existing_ladder_level(dims):
     assert all(
         m.precision.grids.to_dict() for m in model.modules() if hasattr(m, "precision")
     )
+
+
+BLOCKS_OF_4 = "mx(e2m1,4)"
+UNFIT_LADDERS = {
+    "blocks longer than features": FormatLadder({4: "mxfp4"}),
+    "gradients at another level": {
+        "activation": FormatLadder({4: BLOCKS_OF_4}),
+        "weight": FormatLadder({4: BLOCKS_OF_4}),
+        "gradient": FormatLadder({8: BLOCKS_OF_4}),
+    },
+}
+
+
+@pytest.mark.parametrize("dims", [(0,), ()])
+@pytest.mark.parametrize("ladder", UNFIT_LADDERS)
+def test_invariance_check_notes_grids_of_unfit_ladder(ladder, dims):
+    """No level fits all layers, so that the tests run on the paper's grids."""
+    config = QuantConfig(ladder=UNFIT_LADDERS[ladder])
+    result = check(quantize_(around(Rounds(dims)), config), (SAMPLES,))
+    assert result.ok == (not dims)
+    tested = [r for r in result.invariances if r.status != "not applicable"]
+    assert all(ON_AFFINE_GRIDS in r.note for r in tested)
+    assert f"holds ({ON_AFFINE_GRIDS})" in str(result)
+    assert all("dimension" in r.note for r in result.broken if r.name == OTHER_SAMPLES)
+
+
+def test_invariance_check_notes_no_fitting_ladder():
+    config = QuantConfig(ladder=FormatLadder({4: BLOCKS_OF_4}))
+    result = check(quantize_(around(Rounds()), config), (SAMPLES,))
+    assert result.ok
+    assert ON_AFFINE_GRIDS not in str(result)
 
 
 def test_check_fails_with_broken_invariance(golden):
