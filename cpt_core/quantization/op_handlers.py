@@ -9,8 +9,9 @@ passes its operations to ``mode.run``. The role of an operand follows from what 
 - two operands of which neither is a weight are those of attention: one range per token each, see ``run_matmul``; an
   operand whose features are not tracked has one running range.
 
-So no range spans samples, tokens or nodes, except for running ranges, which evaluation does not change. In eager code
-the memory layout of a tensor has no influence, see ``feature_axes``. Outside of the paper's layers every grid has a
+So no range spans samples, tokens or nodes, except for running ranges, which evaluation does not change. The scales of
+block formats do: blocks lie along the sum, in ``probabilities @ values`` over tokens. In eager code the memory layout
+of a tensor has no influence, see ``feature_axes``. Outside of the paper's layers every grid has a
 zero point (``round_with_zero_point``), and so has the grid of a weight that is computed, such as a masked one.
 
 To add a function, write a handler and add it to ``HANDLERS_BY_NAME``.

@@ -42,6 +42,7 @@ from cpt_extras.diagnostics.invariances import (
     Invariance,
 )
 from cpt_extras.formats.ladder import FormatLadder
+from cpt_extras.formats.recipes import recipes
 
 PAGE = Path(__file__).parents[2] / "docs/invariances.md"
 TOKENS = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
@@ -468,6 +469,58 @@ def test_invariance_check_notes_no_fitting_ladder():
     result = check(quantize_(around(Rounds()), config), (SAMPLES,))
     assert result.ok
     assert ON_AFFINE_GRIDS not in str(result)
+
+
+def multiply_scores(m, x):
+    return (m.query(x) @ m.key(x).mT).tril() @ x
+
+
+def attend(m, x):
+    q, k = m.query(x), m.key(x)
+    return nn.functional.scaled_dot_product_attention(q, k, x, is_causal=True)
+
+
+def causal_attention(forward):
+    return FunctionModule(forward, query=nn.Linear(32, 32), key=nn.Linear(32, 32))
+
+
+def long_tokens(length):
+    return torch.randn(2, length, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("forward", [multiply_scores, attend])
+@pytest.mark.parametrize(
+    ("format", "length"),
+    [("mxfp4", 32), ("mxfp8_e4m3", 32), ("mxint8", 64), ("mx(e2m1,32):partial=1", 40)],
+)
+def test_check_reports_blocks_over_tokens(format, length, forward):
+    """Blocks of attention's values lie along the sum, so that they span tokens: docs/invariances.md names a remedy."""
+    torch.manual_seed(0)
+    config = QuantConfig(ladder={4: format})
+    tokens = long_tokens(length)
+    result = check(quantize_(causal_attention(forward), config), (tokens,))
+    broken = {r.name: r.layer for r in result.broken}
+    assert broken.pop(LATER_POSITIONS) == ""
+    assert broken.keys() <= {PREFIX_ALONE}
+    assert ("partial" in format) == (PREFIX_ALONE in {r.name for r in result.broken})
+    paper = check(quantize_(causal_attention(forward)), (tokens,))
+    assert paper.ok
+
+    def is_linear(module, name):
+        return isinstance(module, nn.Linear)
+
+    linear_only = quantize_(causal_attention(forward), config, filter_fn=is_linear)
+    assert check(linear_only, (tokens,)).ok
+
+
+def test_check_of_recipe_keeps_attention_causal():
+    torch.manual_seed(0)
+    model = recipes["mxfp4"].quantize_(causal_attention(multiply_scores))
+    result = check(model, (long_tokens(32),))
+    assert result.ok
+    assert result.quantized_share > 0
+    later = [r for r in result.invariances if r.name == LATER_POSITIONS]
+    assert later == [Invariance(LATER_POSITIONS, "holds")]
 
 
 def test_check_fails_with_broken_invariance(golden):
