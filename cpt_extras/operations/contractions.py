@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from string import ascii_letters
 from types import FunctionType
@@ -286,13 +285,11 @@ def _contract(
     ):  # element by element, as a * b
         return _multiply_elements(mode, terms, result, a, b)
     weights = mode.is_weight(a), mode.is_weight(b)
-    sizes = _letter_sizes(terms[0], a)
-    for letter, size in _letter_sizes(terms[1], b).items():
-        sizes[letter] = max(size, sizes.get(letter, 1))  # a size of 1 is expanded
+    sizes = _letter_sizes(terms[0], a), _letter_sizes(terms[1], b)
     layer = _layer_of_contraction(mode, weights, a, b)
     features = mode.running.features
     marks = features.mark_of(a), features.mark_of(b)
-    is_single = all(sizes[letter] == 1 for letter in summed_letters)
+    is_single = all(_common_size(sizes, letter) == 1 for letter in summed_letters)
     weights_tokens = marks[0].weights_tokens or marks[1].weights_tokens
     is_scaling = is_single and not weights_tokens and layer.kind != "linear"
     letters = (
@@ -333,7 +330,7 @@ def _contract(
             return torch_einsum(equation, restored[0], restored[1])
 
         def macs(x: Tensor, y: Tensor, output: Tensor) -> int:
-            return math.prod(sizes.values())
+            return _count_macs(sizes, summed_letters)
 
         along = tuple(
             operand.position(_letter_dims(terms[i], tensors[i], summed_letters))
@@ -545,6 +542,30 @@ def _letter_sizes(term: str, x: Tensor) -> dict[Any, int]:
     for i, size in enumerate(behind[:num_hidden]):
         sizes[i - num_hidden] = size
     return sizes
+
+
+def _common_size(sizes: tuple[dict[Any, int], dict[Any, int]], letter: Any) -> int:
+    """Return the size of a letter in an einsum of two operands, to which a size of 1 is expanded."""
+    return max(sizes[0].get(letter, 1), sizes[1].get(letter, 1))
+
+
+def _count_macs(
+    sizes: tuple[dict[Any, int], dict[Any, int]], summed_letters: list[str]
+) -> int:
+    """Return the multiply-accumulates of an einsum of two operands.
+
+    torch sums a letter before it multiplies where one operand lacks the letter or has the size 1.
+
+    Args:
+        sizes: of the letters of each operand.
+        summed_letters: letters that are summed over.
+    """
+    macs = 1
+    for letter in sizes[0] | sizes[1]:
+        has_size_1 = 1 in (sizes[0].get(letter, 1), sizes[1].get(letter, 1))
+        if not (has_size_1 and letter in summed_letters):
+            macs *= _common_size(sizes, letter)
+    return macs
 
 
 def tensordot(

@@ -302,6 +302,66 @@ def test_hadamard_rotation_cancels_or_is_refused(name):
             torch.testing.assert_close(model(*inputs), plain(*inputs), **near)
 
 
+# --- MACs of contractions -----------------------------------------------------------
+
+EQUATIONS = [
+    ("ij,jk->ik", (3, 5), (5, 7)),
+    # letters that are summed in one operand
+    ("bij,jk->bk", (2, 16, 8), (8, 4)),
+    ("ij,jk->k", (3, 5), (5, 7)),
+    ("ijm,jkn->ik", (3, 5, 2), (5, 7, 6)),
+    ("...ij,jk->k", (2, 3, 5), (5, 7)),
+    ("b...i,ij->bj", (2, 3, 5), (5, 7)),
+    # sizes of 1, of summed letters and of others
+    ("ij,ij->", (1, 5), (3, 5)),
+    ("bij,bij->b", (4, 5, 6), (4, 1, 6)),
+    ("bij,bjk->ik", (2, 3, 5), (1, 5, 7)),
+    ("aij,ajk->ak", (1, 3, 5), (4, 5, 7)),
+    ("bij,bjk->bik", (2, 3, 5), (1, 5, 7)),
+    # letters of a batch
+    ("bij,bjk->bik", (2, 3, 5), (2, 5, 7)),
+    ("bij,bjk->bk", (2, 3, 5), (2, 5, 7)),
+    ("...ij,...jk->...ik", (2, 3, 5), (2, 5, 7)),
+    # three operands
+    ("bij,jk,kl->bl", (2, 3, 5), (5, 7), (7, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("equation", "first", "weight", "others"),
+    [
+        (equation, first, weight, others)
+        for equation, first, weight, *others in EQUATIONS
+    ],
+)
+@pytest.mark.parametrize("is_weight", [True, False], ids=["weight", "activations"])
+def test_einsum_macs_equal_torch_flops(equation, first, weight, others, is_weight):
+    """Sum the letters of one operand before the matmul, as torch does."""
+    w = torch.randn(weight)
+    w = nn.Parameter(w) if is_weight else w
+    operands = [torch.randn(first), w, *map(torch.randn, others)]
+    with FlopCounterMode(display=False) as flops:
+        torch.einsum(equation, *operands)
+    tail = operands[2:]
+    einsum = FunctionModule(lambda m, x: torch.einsum(equation, x, w, *tail), w=w)
+    model = quantize_(nn.Sequential(einsum))
+    with precision(model, 8):
+        counted = reported_operations(model, operands[0])
+    assert 2 * sum(operation.macs for operation in counted) == flops.get_total_flops()
+
+
+def test_tensordot_macs_equal_torch_flops():
+    x, w = torch.randn(2, 3, 5), nn.Parameter(torch.randn(1, 5, 7))
+    dims = [0, 2], [0, 1]
+    with FlopCounterMode(display=False) as flops:
+        torch.tensordot(x, w, dims)
+    contraction = FunctionModule(lambda m, x: torch.tensordot(x, m.w, dims), w=w)
+    model = quantize_(nn.Sequential(contraction))
+    with precision(model, 8):
+        (counted,) = reported_operations(model, x)
+    assert 2 * counted.macs == flops.get_total_flops() == 2 * 3 * 5 * 7
+
+
 # --- matmuls that stay in float32 ---------------------------------------------------
 
 
