@@ -175,7 +175,9 @@ class LadderGrids(AffineGrids):
     def to_nearest(self) -> LadderGrids:
         """Return a copy on which no level asks for stochastic rounding."""
         grids = copy(self)
-        grids.ladders = RoleLevels(*(ladder.to_nearest() for ladder in self.ladders))
+        # MatmulLadders have other prices
+        ladders_type = type(self.ladders)
+        grids.ladders = ladders_type(*(ladder.to_nearest() for ladder in self.ladders))
         return grids
 
     def priced(self, levels: RoleLevels) -> Formats:

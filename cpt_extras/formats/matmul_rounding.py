@@ -34,7 +34,7 @@ from cpt_core.schedules.schedule import Formats, RoleLevels
 from cpt_extras.formats.costs import OPERANDS_PER_MATMUL
 from cpt_extras.formats.format import FORMATS
 from cpt_extras.formats.format_rounding import rotate
-from cpt_extras.formats.ladder import MAX_LEVEL, FormatLadder
+from cpt_extras.formats.ladder import MAX_LEVEL, FormatLadder, MatmulLadders
 from cpt_extras.formats.ladder_rounding import (
     NO_LENGTHS,
     OPERATION_SUM_DIMS,
@@ -50,7 +50,7 @@ from cpt_extras.operations.forward_state import ForwardState, in_state
 FLOAT32_LADDER = FormatLadder(
     dict.fromkeys(range(1, MAX_LEVEL + 1), FORMATS["float32"])
 )
-FLOAT32_LADDERS = RoleLevels(*[FLOAT32_LADDER] * 4)
+FLOAT32_LADDERS = MatmulLadders(*[FLOAT32_LADDER] * 4)
 
 
 class MatmulFormats(Formats):
@@ -87,7 +87,7 @@ class MatmulGrids(LadderGrids):
         lengths = SUM_LENGTHS[kind](module)
         # blocks of the weight gradient lie along the tokens, which are filled up
         lengths = lengths._replace(weight_gradient=())
-        return cls(RoleLevels(*ladders), OPERATION_SUM_DIMS, lengths)
+        return cls(MatmulLadders(*ladders), OPERATION_SUM_DIMS, lengths)
 
     def resolve(self, levels: RoleLevels | None, roles: Roles) -> ActiveBits:
         """Return the active formats of levels, for a layer with these quantisers; ValueError for a missing level."""

@@ -10,7 +10,7 @@ from cpt_core.quantization.convert import is_converted
 from cpt_core.quantization.scheduler import EvalBits, PrecisionScheduler, Schedules
 from cpt_core.schedules import cost
 from cpt_extras.diagnostics.recording import Recording
-from cpt_extras.formats.ladder import AFFINE
+from cpt_extras.formats.matmul_rounding import FLOAT32_LADDERS
 from cpt_extras.formats.prices import role_prices
 
 # statistics of a recording that trainers log
@@ -86,11 +86,11 @@ class TrainerPrecision(PrecisionScheduler):
     def _running_relative_cost(self, pattern: str) -> NDArray[np.float64]:
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
         schedule = self.schedules[pattern][0]
-        ladders = getattr(self._groups[pattern][0].grids, "ladders", None)
-        if ladders is None or set(ladders) == {AFFINE}:
-            ladder = None
-        else:
-            ladder = tuple(ladders)
+        ladders = [
+            getattr(layer.grids, "ladders", None) for layer in self._groups[pattern]
+        ]
+        # recipes have float32 ladders in all layers that are not linear
+        ladder = min(ladders, key=lambda ladders: ladders == FLOAT32_LADDERS)
         levels = schedule.levels(self.q_grad)
         costs, max_cost = role_prices(levels, schedule.q_max, ladder=ladder)
         num_steps = np.arange(1, schedule.total_steps + 1)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import all_precisions, layer_precisions
-from cpt_extras.formats.ladder import LADDERS
+from cpt_extras.formats.ladder import LADDERS, MatmulLadders
 from cpt_extras.integrations.trainer_precision import (
     LOGGED_STATISTICS,
     TrainerPrecision,
@@ -759,6 +759,31 @@ def test_trainer_precision_logs_cost_of_ladder(name, q_min, q_max):
         schedule.relative_cost(ladder=ladder) == schedule.relative_cost()
     )
     assert is_priced_as_bits == (name != "mx")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize("is_by_config", [False, True])
+def test_trainer_precision_logs_cost_of_recipe(name, is_by_config):
+    """Both operands of a backward matmul are priced at its level; the baseline is static q_max."""
+    recipe = cpt.recipes[name]
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(7)))
+    if is_by_config:
+        model = nn.Sequential(nn.Conv1d(64, 64, 1), model)
+        cpt.quantize_(model, cpt.QuantConfig(ladder=recipe.ladders))
+    else:
+        recipe.quantize_(model)
+    schedule = TableSchedule(((4, 8), (8, 2)))
+    roles = cpt.RoleSchedules(weight=schedule, activation=schedule, gradient=8)
+    for any_schedule, q_grad in ((schedule, 4), (schedule, 8), (roles, None)):
+        logs = TrainerPrecision(model, any_schedule, q_grad).logs(10)
+        expected = any_schedule.relative_cost(q_grad, 8, ladder=recipe.ladders)
+        assert logs["relative_cost"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_matmul_ladders_survive_rounding_to_nearest():
+    model = linear_layers(4, ladder=cpt.recipes["nvfp4"].ladders)
+    grids = model[0].precision.grids
+    assert type(grids.ladders) is type(grids.to_nearest().ladders) is MatmulLadders
 
 
 def test_trainer_precision_logs_each_layer_schedule():
