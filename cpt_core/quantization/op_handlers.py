@@ -167,12 +167,12 @@ def run_convolution(
     operands: Operands,
     macs: Macs,
     options: Any = None,
-    is_transposed: bool = False,
+    arrange_weight: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return ``compute(input, weight, bias)`` with quantised operands: input (N, C, ...) or (C, ...).
 
-    The weight (O, C, ...) has a range per output channel; where ``is_transposed`` it is (C, O, ...), and ``compute``
-    takes (O, C, ...). ``options``: arguments for executors.
+    The weight (O, C, ...) has a range per output channel; ``arrange_weight`` returns another weight so, as ``compute``
+    takes it. ``options``: arguments for executors.
 
     The input of a convolution layer, or of a masked weight, has one running range; the input of a convolution in the
     forward of another module has one range per position, over the channels. With a single channel these would be ranges
@@ -192,7 +192,7 @@ def run_convolution(
         return compute(x.movedim(-1, 1), w, b)
 
     def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        w = w.transpose(0, 1) if is_transposed else w
+        w = w if arrange_weight is None else arrange_weight(w)
         if has_running_range or layer.precision is None:
             along = (1, None) if roles[0] == "masked_input" else (None, None)
             return mode.run(

@@ -82,9 +82,15 @@ def transposed_convolution(
     **more: Any,
 ) -> Tensor:
     """Quantise a transposed convolution, with a range per output channel of the weight."""
+    # after stride, padding and output_padding
+    groups = rest[3] if len(rest) > 3 else more.get("groups", 1)
+
+    def swap_channels(w: Tensor) -> Tensor:
+        """Return a weight (C, O / groups, ...) as (O, C / groups, ...), and such a one as the first."""
+        return w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
 
     def compute(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return function(x, w.transpose(0, 1), b, *rest, **more)
+        return function(x, swap_channels(w), b, *rest, **more)
 
     def macs(x: Tensor, w: Tensor, y: Tensor) -> int:
         return x.numel() * weight[0].numel()
@@ -97,7 +103,7 @@ def transposed_convolution(
         operands,
         macs,
         options=(rest, more),
-        is_transposed=True,
+        arrange_weight=swap_channels,
     )
 
 

@@ -14,7 +14,7 @@ from helpers import (
     refused,
     reported_operations,
 )
-from operation_samples import OPERATIONS
+from operation_samples import OPERATIONS, round_along
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -300,6 +300,53 @@ def test_hadamard_rotation_cancels_or_is_refused(name):
         else:
             near = {"rtol": 1e-3, "atol": 1e-3}
             torch.testing.assert_close(model(*inputs), plain(*inputs), **near)
+
+
+# --- groups of transposed convolutions ----------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("is_layer", [True, False])
+def test_transposed_convolution_groups_equal_separate_weights(dims, groups, is_layer):
+    """Round every output channel of every group on its own range."""
+    torch.manual_seed(0)
+    layer = getattr(nn, f"ConvTranspose{dims}d")(4, 8, 2, groups=groups, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(10 ** torch.randint_like(layer.weight, -3, 3))
+    function = getattr(F, f"conv_transpose{dims}d")
+    if not is_layer:
+        layer = FunctionModule(
+            lambda m, x: function(x, m.weight, None, 1, 0, 0, groups),
+            weight=layer.weight,
+        )
+    model = quantize_(nn.Sequential(layer), QuantConfig().with_zero_points())
+    x = torch.randn(3, 4, *[3] * dims)
+    roles = RoleSchedules(
+        activation="float32", weight=StaticSchedule(4, 4), gradient="float32"
+    )
+    PrecisionScheduler(model, roles)
+    weights = []
+    for part in layer.weight.detach().chunk(groups):
+        kernel_dims = [0, *range(2, dims + 2)]
+        weights.append(round_along(part, kernel_dims, 4).to(x.dtype))
+    expected = function(x, torch.cat(weights), groups=groups)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_transposed_convolution_blocks_stay_in_group():
+    config = QuantConfig(ladder=FormatLadder({4: "mx(e2m1,4)"}))
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose1d(8, 4, 1, groups=2, bias=False)
+    x = torch.randn(1, 8, 3)
+    ys = []
+    for factor in (1, 1000):
+        with torch.no_grad():
+            layer.weight[4:] *= factor
+        model = quantize_(nn.Sequential(copy.deepcopy(layer)), config)
+        with precision(model, 4):
+            ys.append(model(x)[:, :2])
+    assert torch.equal(*ys)
 
 
 # --- MACs of contractions -----------------------------------------------------------
