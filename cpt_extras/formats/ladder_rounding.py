@@ -416,6 +416,10 @@ def quantize_to_format(
         raise ValueError(
             f"stochastic rounding needs a seed, and nothing else takes one; got seed={seed!r} for format {level}"
         )
+    if level.hadamard:
+        raise ValueError(
+            f"format: a Hadamard rotation belongs to both operands of a matmul, got {level} for a single tensor"
+        )
     if not level.format.is_identity:
         _check_tensor(x, level.format)
     if level.format.is_identity or x.numel() == 0:

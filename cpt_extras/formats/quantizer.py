@@ -69,6 +69,11 @@ class FormatQuantizer(Quantizer):
     def of(cls, value: FormatQuantizer | Format | str) -> FormatQuantizer:
         """Return the quantiser of a ``value``: a quantiser, a format, or its name with options."""
         if isinstance(value, FormatQuantizer) and not value.running:
+            if value.zero_point:
+                raise ValueError(
+                    "zero_point: a level takes the zero point of the role, got True; use "
+                    "QuantConfig().with_zero_points()"
+                )
             return value
         if isinstance(value, Format):
             return cls(format=value)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from helpers import refused, run_command
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from cpt_extras.formats.format import FORMATS, Format
 from cpt_extras.formats.ladder import AFFINE, FormatLadder, as_ladder
 from cpt_extras.formats.ladder_rounding import on_level
 from cpt_extras.formats.quantizer import FormatQuantizer
+from cpt_extras.formats.tensor_rounding import quantize
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -228,3 +230,19 @@ def test_format_ladder_hash_is_stable_across_processes():
     )
     env = os.environ | {"PYTHONHASHSEED": "7"}
     assert run_command(sys.executable, "-c", code, env=env) == "1\n"
+
+
+# --- options that nothing could apply -------------------------------------------------
+
+
+def test_ladder_refuses_zero_point_of_level():
+    """A level takes the zero point of its role, so that one of its own would be dropped."""
+    for format in (Format.affine(4), FORMATS["mxfp4"]):
+        with_zero = FormatQuantizer(format=format, zero_point=True)
+        refused("zero_point: a level takes", FormatLadder, {4: with_zero})
+        refused("zero_point: a level takes", quantize, torch.ones(32), format=with_zero)
+
+
+def test_quantize_refuses_hadamard_of_single_tensor():
+    for format in ("mxfp4:hadamard=32", "affine4:hadamard=2", "float32:hadamard=2"):
+        refused("format: a Hadamard", quantize, torch.ones(32), format=format)
