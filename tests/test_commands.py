@@ -400,10 +400,12 @@ def test_claims_command_prints_summary_or_all(command, entries, monkeypatch, fol
     _, out, error = command("claims", "--all")
     assert error == "judging all rows, for about half a minute\n"
     first, *lines = out.splitlines()
-    scales = r"exactly or at the paper's scale: (.*); at smaller ones: .*"
-    counts = re.fullmatch(rf"{len(entries)} claims, {scales}", first)[1]
+    of_paper = [entry for entry in entries if entry.claim.is_of_paper]
+    scales = r"exactly or at its scale: (.*); at smaller ones: .*"
+    pattern = rf"{len(of_paper)} claims of the paper, {scales}"
+    counts = re.fullmatch(pattern, first)[1]
     at_paper = sum(
-        not e.verdicts()[0].startswith(("inconclusive", "not run")) for e in entries
+        not e.verdicts()[0].startswith(("inconclusive", "not run")) for e in of_paper
     )
     assert sum(map(int, re.findall(r"\d+", counts))) == at_paper
     heading = "our own questions (docs/preregistration.md):"

@@ -435,7 +435,7 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     """Return the weights that a module itself holds.
 
     Weights are tensors of two or more dimensions, except embeddings and, outside of layers of torch, tensors such as
-    (1, T, C) and (1, C, H, W), which are added to tokens or images.
+    (1, C) and (1, T, C), which are added to tokens or scale them.
     """
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return []
@@ -444,8 +444,8 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     for parameter in module._parameters.values():
         if parameter is None or is_lazy(parameter):
             continue
-        is_embedding = parameter.dim() > 2 and len(parameter) == 1 and not is_layer
-        if parameter.dim() > 1 and not is_embedding:
+        is_added = parameter.dim() > 1 and len(parameter) == 1 and not is_layer
+        if parameter.dim() > 1 and not is_added:
             weights.append(parameter)
     return weights
 

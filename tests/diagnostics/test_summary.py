@@ -241,8 +241,9 @@ def test_silent_layers_spare_layers_with_operations(make):
     )
 
 
-def torch_cdist(module, x):
-    return torch.cdist(x, module.w)
+class Distances(nn.Linear):
+    def forward(self, x):
+        return torch.cdist(x, self.weight)
 
 
 def own(*shape):
@@ -257,7 +258,7 @@ WEIGHTS = {  # module -> shapes of its weights
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(1, 3, 5), [(1, 3, 5)]),
     "bilinear": (lambda: nn.Bilinear(3, 4, 1), [(1, 3, 4)]),
     "rnn": (lambda: nn.RNN(3, 1), [(1, 3), (1, 1)]),
-    "own, one output": (lambda: own(1, 64), [(1, 64)]),
+    "scale": (lambda: own(1, 64), []),
     "layer scale": (lambda: own(64, 1, 1), [(64, 1, 1)]),
     "token": (lambda: own(1, 1, 64), []),
     "position": (lambda: own(1, 9, 64), []),
@@ -277,8 +278,8 @@ def test_weights_of_lists_layers_with_one_output(name):
 @pytest.mark.parametrize(("width", "share"), [(2, 33), (4, 20), (16, None)])
 def test_silent_layer_with_one_output_warns_by_share(width, share):
     """Give no warning of weights that are a tenth of the model's or less."""
-    distance = FunctionModule(torch_cdist, w=nn.Parameter(torch.randn(1, 8)))
-    model = cpt.quantize_(nn.Sequential(nn.Linear(width, 8), distance))
+    distances = Distances(8, 1, bias=False)
+    model = cpt.quantize_(nn.Sequential(nn.Linear(width, 8), distances))
     with warnings.catch_warnings(record=True, action="always") as caught:
         with cpt.precision(model, 4):
             model(torch.randn(4, width))
