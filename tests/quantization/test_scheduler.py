@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import FunctionModule, identical, pictures, refused, small, state_of
 from torch import nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from cpt_core.bitops.plan import count_bitops
@@ -120,9 +119,10 @@ UNCOVERED = {  # layer that no pattern matches, whether it needs bits
     "linear": (lambda: nn.Linear(4, 4), True),
     "own matmul": (lambda: holder(4, 4), True),
     "GPT-2": (lambda: Conv1D(4, 4), True),
-    "own matmul, one output": (lambda: holder(1, 4, function=F.linear), True),
+    "linear, one output": (lambda: nn.Linear(4, 1), True),
     "position": (lambda: holder(1, 3, 4, function=torch.add), False),
     "scale": (lambda: holder(4, function=torch.mul), False),
+    "scale of a row": (lambda: holder(1, 4, function=torch.mul), False),
 }
 
 
@@ -146,7 +146,8 @@ def test_scheduler_patterns_cover_layers_with_weights(name):
     if not needs_bits:
         assert model(x).shape == x.shape
     PrecisionScheduler(model, schedules | {"1": schedule_of()})
-    assert list(layer_precisions(model)) == (["0", "1"] if name == "linear" else ["0"])
+    is_linear = name.startswith("linear")
+    assert list(layer_precisions(model)) == ["0", "1"][: 1 + is_linear]
 
 
 def test_count_bitops_rejects_matmul_without_pattern():
