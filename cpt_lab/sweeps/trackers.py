@@ -1,8 +1,8 @@
 """Experiment trackers: rows and curves are copied to TensorBoard, MLflow, Trackio or Weights & Biases.
 
 ``Sender`` sends the rows of a store that it has not sent before; ``TRACKERS`` has one function per tracker, which sends
-one run through the client of the tracker. A folder beside the store marks a run as sent. A client that fails ends the
-sending, not the runs: the store remains complete.
+one run through the client of the tracker. A folder beside the store marks a run as sent, and holds when it started: a
+run that was made again is sent again. A client that fails ends the sending, not the runs: the store remains complete.
 """
 
 import io
@@ -21,6 +21,7 @@ from cpt_lab.sweeps.stores import claim, load_curve, place
 
 PROJECT = "cpt"
 MLFLOW_BATCH = 1000  # metrics in one request, the most that MLflow takes
+SENT_FILE = "started.txt"  # of the run that was sent
 
 
 class TrackedRun(NamedTuple):
@@ -108,7 +109,9 @@ TRACKERS: dict[str, tuple[str, Callable[[Any, TrackedRun], None]]] = {
 class Sender:
     """Sends rows of stores to a tracker, those that it did not send before.
 
-    What was sent has a folder ``<store>.<tracker>/<key>``; of TensorBoard and Weights & Biases it holds the files.
+    What was sent has a folder ``<store>.<tracker>/<key>``; of TensorBoard and Weights & Biases it holds the files. A row
+    that was made again (``cpt run --rerun-old``) takes the folder of the former one; trackers with a store of their own
+    show both.
 
     Attributes:
         tracker: its name.
@@ -150,8 +153,9 @@ class Sender:
     def _send_once(self, store: Path, row: ResultRow) -> bool:
         """Send a row unless it was sent before, or another process is sending it; return whether it was sent."""
         folder = place(store, self.tracker, row["key"])
+        started = row["provenance"].get("started", "")
         with claim(store, f"{row['key']}.{self.tracker}") as is_mine:
-            if not is_mine or folder.exists():
+            if not is_mine or _started_of_sent(folder) == started:
                 return False
             partial = folder.with_name(
                 f"{folder.name}.part"
@@ -159,6 +163,8 @@ class Sender:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             self._send(self._client, self._tracked_run(store, row, partial))
+            (partial / SENT_FILE).write_text(started)
+            shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
         return True
 
@@ -184,6 +190,12 @@ class Sender:
             curve, self.without_curve = [], self.without_curve + 1
         params["key"], final["cost"] = row["key"], row["relative_cost"]
         return TrackedRun(_name(row), params, final, curve, folder)
+
+
+def _started_of_sent(folder: Path) -> str | None:
+    """Return when the run that was sent from a folder started; None where no run was."""
+    file = folder / SENT_FILE
+    return file.read_text() if file.is_file() else None
 
 
 def _name(row: ResultRow) -> str:

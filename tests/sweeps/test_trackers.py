@@ -1,5 +1,6 @@
 """Rows sent to trackers: each once, without costing a run; ``tests/trackers`` covers real clients."""
 
+import copy
 import shutil
 import sys
 from types import SimpleNamespace
@@ -105,6 +106,19 @@ def test_sender_repeats_interrupted_sending(store, tracked):
     tracked.errors.clear()
     assert Sender("memory")(store, rows) == 3
     assert is_partial() == [False] * 3
+
+
+def test_sender_sends_rerun_row_again(store, tracked):
+    rows = load_rows(store)
+    assert Sender("memory")(store, rows) == 3
+    again = copy.deepcopy(rows[1])
+    again["provenance"]["started"] = "2031-01-01T00:00:00+00:00"
+    again["relative_cost"] = 0.5
+    assert Sender("memory")(store, [rows[0], again, rows[2]]) == 1
+    assert tracked.runs[-1].final["cost"] == 0.5
+    assert Sender("memory")(store, [again]) == 0
+    folders = sorted(path.name for path in store.with_name("image.memory").iterdir())
+    assert folders == sorted(row["key"] for row in rows)
 
 
 def test_sender_skips_rows_claimed_by_second_process(store, tracked):
