@@ -109,9 +109,9 @@ TRACKERS: dict[str, tuple[str, Callable[[Any, TrackedRun], None]]] = {
 class Sender:
     """Sends rows of stores to a tracker, those that it did not send before.
 
-    What was sent has a folder ``<store>.<tracker>/<key>``; of TensorBoard and Weights & Biases it holds the files. A row
-    that was made again (``cpt run --rerun-old``) takes the folder of the former one; trackers with a store of their own
-    show both.
+    What was sent has a folder ``<store>.<tracker>/<key>``; of TensorBoard and Weights & Biases it holds the files. A
+    row that was made again (``cpt run --rerun-old``) takes the folder of the former one; trackers with a store of
+    their own show both.
 
     Attributes:
         tracker: its name.
