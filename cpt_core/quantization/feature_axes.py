@@ -2,7 +2,7 @@
 
 A range runs along features, never over tokens. Shapes do not tell which axis is which: keys (features, tokens) look
 like values (tokens, features). So facts about a tensor are an attribute of the tensor, a ``TensorMark``, and the mode
-of a model, which receives every torch function, passes them on from arguments to outputs (``FeatureAxes.follow``):
+of a model, which receives every torch function, passes them on from arguments to outputs (``follow_marks``):
 
 - ``FOLLOWERS`` computes the feature dimension of functions that move, add or remove dimensions.
 - Functions that keep the number of dimensions, such as copies, slices, concatenations and sums of tensors, keep it.
@@ -81,87 +81,84 @@ class AttachedMark:
         return AttachedMark, (self.mark,)
 
 
-class FeatureAxes:
-    """Marks of the tensors of running models."""
+def mark_of(x: Tensor) -> TensorMark:
+    """Return the mark of a tensor."""
+    if torch.compiler.is_compiling():
+        is_turned = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
+        return TensorMark(dim=-2) if is_turned else NO_MARK
+    attached = getattr(x, ATTRIBUTE, None)
+    return NO_MARK if attached is None else attached.mark
 
-    def mark_of(self, x: Tensor) -> TensorMark:
-        """Return the mark of a tensor."""
-        if torch.compiler.is_compiling():
-            is_turned = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
-            return TensorMark(dim=-2) if is_turned else NO_MARK
-        attached = getattr(x, ATTRIBUTE, None)
-        return NO_MARK if attached is None else attached.mark
 
-    def mark(self, x: Tensor, mark: TensorMark) -> None:
-        """Mark a tensor, except in compiled code."""
-        if torch.compiler.is_compiling():
-            return
-        if mark != NO_MARK:
-            setattr(x, ATTRIBUTE, AttachedMark(mark))
-        elif hasattr(x, ATTRIBUTE):
-            delattr(x, ATTRIBUTE)
+def set_mark(x: Tensor, mark: TensorMark) -> None:
+    """Mark a tensor, except in compiled code."""
+    if torch.compiler.is_compiling():
+        return
+    if mark != NO_MARK:
+        setattr(x, ATTRIBUTE, AttachedMark(mark))
+    elif hasattr(x, ATTRIBUTE):
+        delattr(x, ATTRIBUTE)
 
-    def follow(
-        self,
-        function: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        output: Any,
-        buffers: Callable[[], Iterable[Tensor]],
-    ) -> None:
-        """Mark the output of a function.
 
-        Args:
-            function: torch function that has run.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            output: its output.
-            buffers: function that returns the buffers of the running modules.
-        """
-        follower = FOLLOWERS.get(function)
-        if follower is _last:
-            return
-        if function is Tensor.__setitem__:
-            self._mark_written(args[0], args[2], moves_last_dimension(function, args))
-            return
-        if kwargs:
-            args, kwargs = _bound(args, kwargs)
-        sources = tensor_arguments(args, kwargs)
-        if function in COPIES and _is_column(sources[0]):
-            self._mark_written(sources[0]._base, sources[-1], is_moved=True)
-            return
-        marks = [_own_mark(x) for x in sources]
-        if not sources or not (follower or any(marks)):
-            return
-        is_weight = _are_weights(sources, marks, buffers)
-        outputs = output if isinstance(output, (list, tuple)) else (output,)
-        for x in outputs:
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                continue
-            if follower is None:
-                is_join = bool(args) and isinstance(args[0], (list, tuple))
-                dim, weights_tokens = _joint_mark(sources, marks, x, is_weight, is_join)
-            else:
-                mark = marks[0] or NO_MARK
-                weights_tokens = mark.weights_tokens
-                dim = _followed(follower, mark.dim, sources[0], args[1:], kwargs, x)
-            self.mark(
-                x, TensorMark(dim, weights_tokens or function in SOFTMAX, is_weight)
-            )
-            is_in_place = x is sources[0] and _is_in_place(function)
-            if is_in_place and dim != -1 and x._base is not None:
-                # a part of a larger tensor was written to
-                self._mark_written(x._base, x)
+def follow_marks(
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    output: Any,
+    buffers: Callable[[], Iterable[Tensor]],
+) -> None:
+    """Mark the output of a function.
 
-    def _mark_written(self, target: Any, value: Any, is_moved: bool = False) -> None:
-        """Mark a tensor of which a part was overwritten with ``value``; ``is_moved``: in other dimensions."""
-        mark = _own_mark(value) if isinstance(value, Tensor) else None
-        if not is_moved and (mark is None or mark.dim == -1):
-            return
-        dim = None
-        if mark is not None and value.dim() == target.dim():
-            dim = mark.dim
-        self.mark(target, self.mark_of(target)._replace(dim=dim))
+    Args:
+        function: torch function that has run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        output: its output.
+        buffers: function that returns the buffers of the running modules.
+    """
+    follower = FOLLOWERS.get(function)
+    if follower is _last:
+        return
+    if function is Tensor.__setitem__:
+        _mark_written(args[0], args[2], moves_last_dimension(function, args))
+        return
+    if kwargs:
+        args, kwargs = _bound(args, kwargs)
+    sources = tensor_arguments(args, kwargs)
+    if function in COPIES and _is_column(sources[0]):
+        _mark_written(sources[0]._base, sources[-1], is_moved=True)
+        return
+    marks = [_own_mark(x) for x in sources]
+    if not sources or not (follower or any(marks)):
+        return
+    is_weight = _are_weights(sources, marks, buffers)
+    outputs = output if isinstance(output, (list, tuple)) else (output,)
+    for x in outputs:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            continue
+        if follower is None:
+            is_join = bool(args) and isinstance(args[0], (list, tuple))
+            dim, weights_tokens = _joint_mark(sources, marks, x, is_weight, is_join)
+        else:
+            mark = marks[0] or NO_MARK
+            weights_tokens = mark.weights_tokens
+            dim = _followed(follower, mark.dim, sources[0], args[1:], kwargs, x)
+        set_mark(x, TensorMark(dim, weights_tokens or function in SOFTMAX, is_weight))
+        is_in_place = x is sources[0] and _is_in_place(function)
+        if is_in_place and dim != -1 and x._base is not None:
+            # a part of a larger tensor was written to
+            _mark_written(x._base, x)
+
+
+def _mark_written(target: Any, value: Any, is_moved: bool = False) -> None:
+    """Mark a tensor of which a part was overwritten with ``value``; ``is_moved``: in other dimensions."""
+    mark = _own_mark(value) if isinstance(value, Tensor) else None
+    if not is_moved and (mark is None or mark.dim == -1):
+        return
+    dim = None
+    if mark is not None and value.dim() == target.dim():
+        dim = mark.dim
+    set_mark(target, mark_of(target)._replace(dim=dim))
 
 
 def tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:

@@ -36,7 +36,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.feature_axes import TensorMark
+from cpt_core.quantization.feature_axes import TensorMark, mark_of, set_mark
 from cpt_core.quantization.op_interception import (
     OP_HANDLERS,
     Interception,
@@ -220,7 +220,7 @@ def run_convolution(
 
     y = in_float32(layer.precision, input, run, batch, weight, bias)
     y = y.squeeze(0) if is_unbatched else y
-    mode.running.features.mark(y, TensorMark(dim=1 - weight.dim()))
+    set_mark(y, TensorMark(dim=1 - weight.dim()))
     return y
 
 
@@ -255,8 +255,7 @@ def run_matmul(
         layer = mode.find_layer(b)
     elif is_first_weight:
         layer = mode.find_layer(a)
-    features = mode.running.features
-    marks = features.mark_of(a), features.mark_of(b)
+    marks = mark_of(a), mark_of(b)
     weights_tokens = marks[0].weights_tokens or marks[1].weights_tokens
     is_scaling = a.shape[-1:] == (1,) and not weights_tokens
     if is_scaling and layer.kind != "linear":
@@ -290,7 +289,7 @@ def run_matmul(
         has_vector = a.dim() == 1 or b.dim() == 1
         dim = output_feature_dim(marks, sums, are_weights, is_scaling, has_vector)
         is_score = sums == (True, True) and not any(are_weights)
-        features.mark(y, TensorMark(dim, is_score, all(are_weights)))
+        set_mark(y, TensorMark(dim, is_score, all(are_weights)))
     return y
 
 

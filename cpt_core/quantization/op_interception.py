@@ -30,7 +30,7 @@ from cpt_core import extensions
 from cpt_core.quantization.feature_axes import (
     ALWAYS_FOLLOWED,
     ATTACHED_MARKS,
-    FeatureAxes,
+    follow_marks,
     has_parameters,
     moves_last_dimension,
     tensor_arguments,
@@ -143,16 +143,10 @@ class RunningModule:
 
 
 class _RunningModules(threading.local):
-    """Stack of running modules of one thread.
-
-    Attributes:
-        stack: running modules, the innermost one last.
-        features: marks of tensors: position of the feature axis, and others.
-    """
+    """Stack of running modules of one thread, the innermost one last."""
 
     def __init__(self) -> None:
         self.stack: list[RunningModule] = []
-        self.features = FeatureAxes()
 
 
 class QuantizedOpsMode(TorchFunctionMode):
@@ -223,9 +217,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             or has_parameters(args, kwargs)
             or moves_last_dimension(function, args)
         ):
-            self.running.features.follow(
-                function, args, kwargs, output, self.running_buffers
-            )
+            follow_marks(function, args, kwargs, output, self.running_buffers)
         return output
 
     def running_buffers(self) -> list[Tensor]:

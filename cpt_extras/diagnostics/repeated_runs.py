@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from cpt_core.bitops.counting import copy_inputs, tensors_in
 from cpt_core.quantization.active_bits import AFFINE_GRIDS
 from cpt_core.quantization.convert import all_precisions
+from cpt_core.quantization.feature_axes import mark_of, set_mark
 from cpt_core.quantization.op_interception import HOOK, OP_HANDLERS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
@@ -270,8 +271,7 @@ def _run_in_other_layout(
         if mode.is_weight(x) or mode.is_buffer(x):
             return x
         changed = change_layout(x)
-        features = mode.running.features
-        features.mark(changed, features.mark_of(x))
+        set_mark(changed, mark_of(x))
         return changed
 
     with torch._C.DisableTorchFunction():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.quantization import fake_quantize
-from cpt_core.quantization.feature_axes import TensorMark
+from cpt_core.quantization.feature_axes import TensorMark, mark_of, set_mark
 from cpt_core.quantization.op_handlers import (
     ARRANGEMENTS,
     functions_named,
@@ -67,8 +67,7 @@ def added_matmul(
     if beta != 0:
         # autocast gives the matmul, but not the input, its half dtype
         product = (scaled(beta, input) + product).to(product.dtype)
-    features = mode.running.features
-    features.mark(product, features.mark_of(matmul_output))
+    set_mark(product, mark_of(matmul_output))
     return product
 
 
@@ -257,9 +256,8 @@ def einsum(
     if len(operands) == 1:
         # operators of graphs take a list of tensors
         y = torch.einsum(equation, *operands)
-        features = mode.running.features
-        letter = _feature_letter(terms[0], features.mark_of(tensors[0]).dim)
-        features.mark(y, TensorMark(_letter_dim(result, letter)))
+        letter = _feature_letter(terms[0], mark_of(tensors[0]).dim)
+        set_mark(y, TensorMark(_letter_dim(result, letter)))
         return y
     while len(terms) > 1:
         needed_later = set("".join([*terms[2:], result]))
@@ -293,8 +291,7 @@ def _contract(
     weights = mode.is_weight(a), mode.is_weight(b)
     sizes = _letter_sizes(terms[0], a), _letter_sizes(terms[1], b)
     layer = _layer_of_contraction(mode, weights, a, b)
-    features = mode.running.features
-    marks = features.mark_of(a), features.mark_of(b)
+    marks = mark_of(a), mark_of(b)
     is_single = all(_common_size(sizes, letter) == 1 for letter in summed_letters)
     weights_tokens = marks[0].weights_tokens or marks[1].weights_tokens
     is_scaling = is_single and not weights_tokens and layer.kind != "linear"
@@ -361,9 +358,7 @@ def _contract(
         weight or mark.is_computed_weight
         for weight, mark in zip(weights, marks, strict=True)
     ]
-    features.mark(
-        y, TensorMark(_letter_dim(result, letter), is_score, all(are_weights))
-    )
+    set_mark(y, TensorMark(_letter_dim(result, letter), is_score, all(are_weights)))
     return y
 
 
@@ -376,11 +371,10 @@ def _multiply_elements(
 ) -> Tensor:
     """Compute an einsum that sums over nothing; an outer product has its features in the last dimension."""
     y = torch.einsum(f"{terms[0]},{terms[1]}->{result}", a, b)
-    features = mode.running.features
-    first = _feature_letter(terms[0], features.mark_of(a).dim)
-    second = _feature_letter(terms[1], features.mark_of(b).dim)
+    first = _feature_letter(terms[0], mark_of(a).dim)
+    second = _feature_letter(terms[1], mark_of(b).dim)
     if first == second:
-        features.mark(y, TensorMark(_letter_dim(result, first)))
+        set_mark(y, TensorMark(_letter_dim(result, first)))
     return y
 
 
