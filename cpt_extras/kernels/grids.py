@@ -36,6 +36,11 @@ def parse_grid(grid: str) -> tuple[str, Format | None]:
     return _parsed_grids[grid]
 
 
+def is_plain(grid: str) -> bool:
+    """Return whether a grid is affine, with the minimum of its range as a point: the paper's."""
+    return "|" not in grid and not rounding.has_zero_point(grid)
+
+
 def _format_named(name: str) -> Format:
     from cpt_extras.formats.format import Format
 

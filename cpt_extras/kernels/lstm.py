@@ -27,7 +27,7 @@ from torch import Tensor
 from cpt_core.quantization.fake_quantize import forward_steps, recorded_steps
 from cpt_core.quantization.rounding import clips
 from cpt_extras.kernels import gemm_backend, operators
-from cpt_extras.kernels.grids import parse_grid
+from cpt_extras.kernels.grids import is_plain, parse_grid
 from cpt_extras.optional_libraries import import_optional
 
 STEP_ARGS = "SymInt steps, SymInt[] sizes, bool reverse"
@@ -217,7 +217,7 @@ def _quantize_hidden(ops: Any, args: ForwardArgs, hidden: Tensor) -> _HiddenOper
             hidden, args.levels, args.granularity, None
         )
         return _HiddenOperand(rounded, (low, width), reports_range=True)
-    if parse_grid(args.granularity)[1] is None:
+    if is_plain(args.granularity):
         rounded = ops.round_to_grid(hidden, *stored, args.levels, None, True)
     else:
         rounded = ops.round_in_range(

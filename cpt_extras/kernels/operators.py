@@ -84,7 +84,7 @@ def round_in_range(
     clip: bool = False,
 ) -> Tensor:
     """Round to the grid of a given range, with the arguments of ``grids.round_in_range``."""
-    if "|" not in grid and not rounding.has_zero_point(grid):
+    if grids.is_plain(grid):
         return active.round_to_grid(x, low, width, levels, key, clip)
     return active.round_in_range(x, low, width, levels, grid, key, clip)
 

@@ -198,6 +198,31 @@ def test_pruned_weight_warns_once_and_names_remedy(make):
     assert (rounded[weights[0] == 0] == 0).all()
 
 
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LSTM(6, 8), nn.LSTM(6, 8, bidirectional=True), nn.GRU(6, 8), nn.RNN(6, 8)],
+    ids=["lstm", "bidirectional", "gru", "rnn"],
+)
+def test_zero_state_stays_zero_in_evaluation(layer, bits):
+    """Compare with three times the hidden weights: they multiply a state of zeros in the first step."""
+    torch.manual_seed(0)
+    model = cpt.quantize_(
+        nn.Sequential(copy.deepcopy(layer)), cpt.QuantConfig().with_zero_points()
+    )
+    x = torch.randn(5, 3, 6)
+    with active_bits(model, bits):
+        for _ in range(3):
+            model(x)
+    model.eval()
+    with active_bits(model, bits):
+        first = model(x[:1])[0]
+        for name, weight in model[0].named_parameters():
+            if name.startswith("weight_hh"):
+                weight.mul_(3)
+        assert torch.equal(model(x[:1])[0], first)
+
+
 def test_pruned_weight_warns_at_later_evaluation():
     torch.manual_seed(0)
     model, x = cpt.quantize_(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8)
