@@ -26,6 +26,7 @@ SCHEDULE_FAMILIES = {  # schedules of the paper, bent to the cost of static prec
 }
 MIN_SEEDS = 3  # no difference is called clear with fewer seeds
 MAX_SEEDS = 1000
+POWER = 0.8  # of the test for which ``seeds_needed`` counts seeds
 
 
 class Arm(NamedTuple):
@@ -133,13 +134,14 @@ class Difference:
 
     @property
     def seeds_needed(self) -> int:
-        """Estimated number of seeds that would detect a difference as large as the margin, at most ``MAX_SEEDS``."""
+        """Estimated number of seeds, at most ``MAX_SEEDS``, that detect a difference of the margin with 80 % power."""
         if len(self.values) < 2:
             return MAX_SEEDS
 
         relative_std = float(np.std(self.values, ddof=1)) / self.margin
         seeds = np.arange(MIN_SEEDS, MAX_SEEDS)
-        enough = seeds[stats.t.ppf(0.975, seeds - 1) * relative_std < np.sqrt(seeds)]
+        quantiles = stats.t.ppf(0.975, seeds - 1) + stats.t.ppf(POWER, seeds - 1)
+        enough = seeds[quantiles * relative_std < np.sqrt(seeds)]
         return int(enough[0]) if enough.size else MAX_SEEDS
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import refused
+from scipy import stats
 from torch import nn
 
 import cpt_core as cpt
@@ -160,6 +161,20 @@ def test_precision_search_pastes_no_unclear_bits():
     assert noisy.q_grad < 8
     assert "q_grad=8" in noisy.code()
     assert max(d.seeds_needed for d in noisy.unclear) > 20
+
+
+@pytest.mark.parametrize("std", [0.5, 1.0, 2.0, 5.0])
+def test_seeds_needed_detect_margin_in_four_of_five_searches(std):
+    arm = Arm("4 bits", "static", 4, cpt.StaticSchedule(4, 10), 8, "float32")
+    values = std * np.array([-1.0, 1.0]) / np.std([-1.0, 1.0], ddof=1)
+    needed = Difference(arm, tuple(values), margin=1.0).seeds_needed
+
+    def power(seeds):
+        critical = stats.t.ppf(0.975, seeds - 1)
+        return 1 - stats.nct.cdf(critical, seeds - 1, np.sqrt(seeds) / std)
+
+    assert 0.78 < power(needed)
+    assert power(needed - 2) < 0.82
 
 
 @pytest.mark.slow
