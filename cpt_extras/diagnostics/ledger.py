@@ -35,7 +35,8 @@ class BitOpsLedger:
 
     Use it as a context manager around training. Forward passes count while the model is in training mode; input and
     weight gradients count when their backward pass runs, so skipped backward passes, recomputation and early stops show
-    up. It reads Python numbers only and does not change the computation. Compiled code is not counted, see
+    up. Where a backward pass runs, the weight gradient counts even if ``torch.autograd.grad`` was called for the inputs
+    alone. The ledger reads Python numbers only and does not change the computation. Compiled code is not counted, see
     ``compiled_modules``.
 
     Attributes:

@@ -9,8 +9,9 @@ replaces the rounding functions of the core. ``backend`` builds the C++ when it 
 of an LSTM and a graph convolution; ``constant_features`` sums features that never change once. ``gemm_backend`` picks
 the library of float32 matrix products.
 
-Every kernel gives the bits of the plain path, rounding noise included: noise is a hash of key and position, so it does
-not depend on threads or devices. ``backend.reference()`` turns all kernels off.
+Every kernel gives the bits of its plain implementation, which ``backend.reference()`` selects, rounding noise included:
+noise is a hash of key and position, so it does not depend on threads or devices. Without this package the core computes
+the same up to the order of float32 sums, but for the gradients of an LSTM, which it rounds with other noise.
 
 The trade-offs: a compiler is needed once; without one, plain torch runs, and ``cpt.backend()`` says so.
 """

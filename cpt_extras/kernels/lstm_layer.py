@@ -1,7 +1,8 @@
-"""Fused quantised LSTM: one direction of one layer as one operator, with the numbers of ``operations.recurrences``.
+"""Fused quantised LSTM: one direction of one layer as one operator, as an alternative to ``operations.recurrences``.
 
 A step-by-step LSTM rounds and multiplies its input T times. Here all time steps of the input are one matmul, with a
-range for every step, and the recurrence is one operator, ``cpt_extras.kernels.lstm``.
+range for every step, and the recurrence is one operator, ``cpt_extras.kernels.lstm``. Outputs are
+equal up to the order of float32 sums; stochastic rounding of gradients draws other noise of the same distribution.
 
 ``torch.compile`` refuses to trace any ``nn.LSTM``; with ``torch._dynamo.config.allow_rnn = True`` it takes this one
 into its graph, where a layer in one direction is one node, and one more in the backward pass.

@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
   return {y, sums};
 }
 
-// Sums of the rows of codes that edges lead from, in int32; what makes values of them is said in integer.py.
+// Sums of the rows of codes that edges lead from, in int32; what makes values of them is said in integer_reference.py.
 template <typename Index>
 Tensor sum_rows(const Tensor& codes, int64_t zero, float scale, float rest, const Tensor& indptr,
                 const Tensor& indices) {

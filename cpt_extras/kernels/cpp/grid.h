@@ -1,7 +1,7 @@
 // Ranges and rounding of a CPU's tensors: in two passes, or in one where a range is a few rows.
 //
-// Bit-identical to reference.py: the same operations in the same order, compiled without contraction to fused
-// multiply-adds. The compiler vectorises the loops. NaN and infinity come out as there.
+// Bit-identical to cpt_core/quantization/rounding.py: the same operations in the same order, compiled without
+// contraction to fused multiply-adds. The compiler vectorises the loops. NaN and infinity come out as there.
 //
 // A tensor is seen as it lies in memory, [r1][k1][r2][k2]: one range for every (k1, k2), shared over r1 and r2. Whole
 // tensor: k1 = k2 = 1. Rows: r1 = k2 = 1. Positions: k2 = 1. Transposed keys of attention: r1 = 1.

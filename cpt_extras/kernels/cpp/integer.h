@@ -1,4 +1,4 @@
-// What makes float numbers of a product of codes, see integer.py. The compiler vectorises the loop.
+// What makes float numbers of a product of codes, see integer_reference.py. The compiler vectorises the loop.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// In place: the storage of `product` holds float32 afterwards. What the tables hold is said in reference.py.
+// In place: the storage of `product` holds float32 afterwards. What the tables hold is said in integer_reference.py.
 void affine_(const Tensor& product, const Tensor& row_codes, const Tensor& row_values, const Tensor& column_codes,
              const Tensor& column_values) {
   const int64_t rows = product.size(0), columns = product.size(1), total = column_codes.size(1);

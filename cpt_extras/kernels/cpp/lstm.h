@@ -44,7 +44,7 @@ Tensor aligned(const Tensor& x) {
 
 int64_t onednn_least = std::numeric_limits<int64_t>::max();
 
-// out = x w + bias, by the library of such a product, see products.py.
+// out = x w + bias, by the library of such a product, see gemm_backend.py.
 void product_out(Tensor& out, const Tensor& x, const Tensor& w, const optional<Tensor>& bias) {
   if (x.numel() * w.size(1) >= onednn_least) {
     using Signature = Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, std::string_view,
