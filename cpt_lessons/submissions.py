@@ -19,6 +19,7 @@ MAX_BYTES = (
     100_000_000  # of a notebook: reading one takes several times its size in memory
 )
 NOT_HANDED_IN, NOT_RUN, UNREADABLE = "not handed in", "not run", "cannot be read"
+RESULTS = (NOT_RUN, "not attempted", "not yet", "correct")  # of a check, best last
 IGNORED_FOLDERS = (
     ".ipynb_checkpoints",
     "__MACOSX",
@@ -53,6 +54,12 @@ class _Student:
     answers: dict[str, str] = field(default_factory=dict)
     is_whole: bool = True  # every notebook was read
 
+    def add(self, answers: dict[str, str]) -> None:
+        """Add the answers of a notebook, keeping the best of each exercise."""
+        for exercise, answer in answers.items():
+            earlier_answer = self.answers.get(exercise, NOT_RUN)
+            self.answers[exercise] = max(earlier_answer, answer, key=RESULTS.index)
+
 
 def read_submissions(folder: Path) -> Submissions:
     """Read the notebooks below a folder; a student is the first name below it.
@@ -69,7 +76,7 @@ def read_submissions(folder: Path) -> Submissions:
             _student_name(path.relative_to(folder)), _Student()
         )
         try:
-            student.answers |= answers_in(path, student.answers)
+            student.add(answers_in(path))
         except (ValueError, OSError) as error:
             unreadable.append(str(error))
             student.is_whole = False
@@ -80,8 +87,8 @@ def read_submissions(folder: Path) -> Submissions:
     return Submissions(_table(students), list(map(printable, unreadable)), without)
 
 
-def answers_in(path: Path, earlier_answers: dict[str, str]) -> dict[str, str]:
-    """Return exercise -> what its check printed in a notebook, or "not run" where nothing else is ``earlier_answers``.
+def answers_in(path: Path) -> dict[str, str]:
+    """Return exercise -> what its check printed last in a notebook, or "not run".
 
     Raises:
         ValueError: for what is no notebook; the message names the file and the reason.
@@ -94,13 +101,10 @@ def answers_in(path: Path, earlier_answers: dict[str, str]) -> dict[str, str]:
             raise ValueError("its parts are nested too deep for a notebook") from None
         sources, printed = zip(*cells, strict=True) if cells else ((), ())
     exercises = re.findall(r'exercises\.check\("([\d.]+)"', "\n".join(sources))
-    answers = {
-        exercise: NOT_RUN for exercise in exercises if exercise not in earlier_answers
-    }
-    results = re.findall(
-        r"^exercise ([\d.]+): (correct|not yet|not attempted)", "\n".join(printed), re.M
-    )
-    return {**answers, **dict(results)}
+    printed_results = "|".join(RESULTS[1:])
+    # What students print before a check may end without a line end.
+    results = re.findall(rf"exercise ([\d.]+): ({printed_results})", "\n".join(printed))
+    return dict.fromkeys(exercises, NOT_RUN) | dict(results)
 
 
 def printable(name: object) -> str:

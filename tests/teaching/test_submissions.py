@@ -1,5 +1,6 @@
 """Submitted notebooks: results of exercises, and unreadable files, which are named while the rest is read."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -136,6 +137,41 @@ def test_collected_tabulates_submissions(tmp_path, command):
     refused(message, collected, missing, error=FileNotFoundError)
     message = r"no notebook below .* says anything of an exercise"
     refused(message, collected, tmp_path / "eve")
+
+
+RESULTS = ("correct", "not yet", "not attempted", "not run")
+
+
+def notebook_with(result: str) -> str:
+    printed = () if result == "not run" else (f"exercise 1.1: {result}",)
+    cell = check_cell(*printed, source='exercises.check("1.1", x)')
+    return json.dumps({"cells": [cell]})
+
+
+@pytest.mark.parametrize(("best", "other"), list(itertools.combinations(RESULTS, 2)))
+def test_read_submissions_keeps_best_result_of_copies(best, other, handed_in, tmp_path):
+    """Whatever the files are called, a copy with less takes nothing from a student."""
+    for student, original, copy in (("ina", best, other), ("joe", other, best)):
+        handed_in(student, notebook_with(original), "09.ipynb")
+        handed_in(student, notebook_with(copy), "09-Copy1.ipynb")
+    table = read_submissions(tmp_path / "class").table
+    assert table.loc[["ina", "joe"], "1.1"].tolist() == [best, best]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "debug 1exercise 1.1: correct\n",
+        "no line end.exercise 1.1: correct\n",
+        "50 %\rexercise 1.1: correct\n",
+        "exercise 1.1: not yet. Hint: x\ndebug exercise 1.1: correct\n",
+    ],
+)
+def test_read_submissions_finds_result_behind_printed_text(text, handed_in, tmp_path):
+    source = 'print(x, end="")\nexercises.check("1.1", x)'
+    cell = {"cell_type": "code", "source": source, "outputs": [{"text": text}]}
+    handed_in("zoe", json.dumps({"cells": [cell]}))
+    assert read_submissions(tmp_path / "class").table.loc["zoe", "1.1"] == "correct"
 
 
 def test_read_submissions_names_special_files_and_links(handed_in, tmp_path):
