@@ -45,6 +45,28 @@ def _cheapest(trainings: list[tuple[float, float]], margin: float) -> float:
     return min(cost for cost, accuracy in trainings if accuracy >= full - margin)
 
 
+def _cheapest_near_best(trainings: list[tuple[float, float]], margin: float) -> float:
+    best = max(accuracy for _, accuracy in trainings)
+    return min(cost for cost, accuracy in trainings if accuracy >= best - margin)
+
+
+def _cheapest_near_first(trainings: list[tuple[float, float]], margin: float) -> float:
+    _, first = trainings[0]
+    return min(cost for cost, accuracy in trainings if accuracy >= first - margin)
+
+
+def _cheapest_two_sided(trainings: list[tuple[float, float]], margin: float) -> float:
+    full = max(trainings)[1]
+    return min(cost for cost, accuracy in trainings if abs(accuracy - full) <= margin)
+
+
+def _cheapest_above_margin(
+    trainings: list[tuple[float, float]], margin: float
+) -> float:
+    full = max(trainings)[1]
+    return min(cost for cost, accuracy in trainings if accuracy > full - margin)
+
+
 _STATIC = [(0.30, 70.0), (0.42, 74.0), (0.69, 75.0), (1.0, 75.5)]
 
 EXERCISES: dict[str, Exercise] = {
@@ -141,6 +163,16 @@ EXERCISES: dict[str, Exercise] = {
             ([(1.0, 75.0), (0.63, 74.6), (0.4, 73.0)], 0.5),
             ([(0.82, 75.2), (1.0, 75.0), (0.55, 74.9), (0.3, 70.0)], 0.5),
             ([(1.0, 75.0), (0.4, 73.0)], 0.5),
+            ([(1.0, 75.0), (0.82, 76.0), (0.55, 74.8)], 0.5),
+            ([(0.82, 74.0), (1.0, 75.0), (0.55, 74.8), (0.4, 73.6)], 0.5),
+            ([(0.55, 74.8), (1.0, 75.0), (0.4, 76.0)], 0.5),
+            ([(1.0, 75.0), (0.4, 74.5)], 0.5),
+            slips={
+                "this is the margin below the best training, not below static 8": _cheapest_near_best,
+                "static 8 is the training of the highest cost, wherever it is in the list": _cheapest_near_first,
+                "a training that is better than static 8 by more than the margin qualifies too": _cheapest_two_sided,
+                "an accuracy that is exactly the margin below static 8 qualifies too": _cheapest_above_margin,
+            },
         ),
         "keep those whose accuracy is at least that of the dearest training minus the margin; return the least cost",
     ),
