@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import pandas as pd
 import torch
 from torch.nn.functional import linear
 
@@ -20,6 +21,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.formats.ladder import FormatLadder
 from cpt_extras.formats.tensor_rounding import quantize
+from cpt_lab.analysis.quality_cost import pareto
 from cpt_lab.data.loading import one_thread
 from cpt_lessons.answer_parsing import (
     Exercise,
@@ -324,17 +326,42 @@ def _forward_share(q: int, q_grad: int) -> float:
     return q / (q + 2 * q_grad)
 
 
-def _on_front(runs: list[tuple[float, float]]) -> list[bool]:
+def _on_front(trainings: list[tuple[float, float]]) -> list[bool]:
     """Return which (cost, accuracy) are on the Pareto front."""
+    arms = pd.DataFrame(trainings, columns=["relative_cost", "mean"])
+    return pareto(arms).tolist()
+
+
+def _on_front_without_cheaper_ties(trainings: list[tuple[float, float]]) -> list[bool]:
     return [
-        not any(c <= cost and a > accuracy for c, a in runs) for cost, accuracy in runs
+        not any(c <= cost and a > accuracy for c, a in trainings)
+        for cost, accuracy in trainings
     ]
 
 
-def _on_front_of_lower_costs(runs: list[tuple[float, float]]) -> list[bool]:
+def _on_front_without_better_ties(trainings: list[tuple[float, float]]) -> list[bool]:
     return [
-        not any(c < cost and a > accuracy for c, a in runs) for cost, accuracy in runs
+        not any(c < cost and a >= accuracy for c, a in trainings)
+        for cost, accuracy in trainings
     ]
+
+
+def _on_front_without_ties(trainings: list[tuple[float, float]]) -> list[bool]:
+    return [
+        not any(c < cost and a > accuracy for c, a in trainings)
+        for cost, accuracy in trainings
+    ]
+
+
+def _on_front_unless_alike(trainings: list[tuple[float, float]]) -> list[bool]:
+    return [
+        sum(c <= cost and a >= accuracy for c, a in trainings) == 1
+        for cost, accuracy in trainings
+    ]
+
+
+def _on_front_unless_itself(trainings: list[tuple[float, float]]) -> list[bool]:
+    return [False for _ in trainings]
 
 
 def _affordable_bits(budget: float) -> int:
@@ -488,11 +515,16 @@ EXERCISES = {
             ([(1.0, 90.0), (0.2, 91.0)],),
             ([(0.5, 1.0), (0.4, 0.5), (0.3, 0.75)],),
             ([(0.55, 83.0), (0.55, 84.0), (1.0, 84.0)],),
+            ([(0.5, 80.0), (0.5, 80.0), (0.4, 79.0)],),
             slips={
-                "a run of the same cost that is more accurate costs no more either": _on_front_of_lower_costs,
+                "a cheaper training of the same accuracy beats it too": _on_front_without_cheaper_ties,
+                "a more accurate training of the same cost beats it too": _on_front_without_better_ties,
+                "a training of equal cost or accuracy, better in the other, beats it too": _on_front_without_ties,
+                "two trainings that are alike in both do not beat each other": _on_front_unless_alike,
+                "a training does not beat itself": _on_front_unless_itself,
             },
         ),
-        "a run is on the front unless another one costs no more and is more accurate",
+        "a training is on the front unless another one is cheaper and no less accurate, or more accurate and no dearer",
     ),
     "10.1": Exercise(
         like(

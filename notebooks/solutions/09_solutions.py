@@ -11,14 +11,18 @@ def paired(a, b):
     return sum(a[seed] - b[seed] for seed in common_seeds) / len(common_seeds)
 
 
-# 2. "Costs no more" holds for equal costs too: of two trainings of one cost only the more accurate is on the front.
-#    A training never beats itself, as it is not more accurate than itself.
+# 2. The more accurate of two trainings of one cost beats the other, and so does the cheaper of two of one accuracy.
+#    Trainings that are alike in both do not beat each other, so no training beats itself.
 def front(trainings):
-    """Return for every (cost, accuracy) whether no other training costs no more and is more accurate."""
-    return [
-        not any(c <= cost and a > accuracy for c, a in trainings)
-        for cost, accuracy in trainings
-    ]
+    """Return for every (cost, accuracy) whether no other training beats it."""
+
+    def is_beaten(cost, accuracy):
+        return any(
+            (c < cost and a >= accuracy) or (c <= cost and a > accuracy)
+            for c, a in trainings
+        )
+
+    return [not is_beaten(cost, accuracy) for cost, accuracy in trainings]
 
 
 # 3 and 4 have their answers below them in the notebook.

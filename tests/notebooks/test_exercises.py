@@ -13,12 +13,14 @@ import re
 
 import nbformat
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from notebook_files import FOLDER, NOTEBOOKS, PREDICTING, code_cells, read
 
 import cpt_core as cpt
 from bench.lint.notebooks import PAPER
+from cpt_lab.analysis import quality_cost
 from cpt_lab.data.loading import one_thread
 from cpt_lessons import exercises
 from cpt_lessons.demonstrations import held_out, tiny_problem
@@ -224,6 +226,15 @@ def test_exercise_baseline_uses_8_bit_gradients():
             images, labels = held_out()
             right = (model.eval()(images).argmax(1) == labels).float().mean().item()
     assert found == right
+
+
+def test_exercise_front_is_that_of_library(capsys):
+    def front(trainings):
+        arms = pd.DataFrame(trainings, columns=["relative_cost", "mean"])
+        return quality_cost.pareto(arms).tolist()
+
+    exercises.check("09.2", front)
+    assert capsys.readouterr().out == "exercise 09.2: correct\n"
 
 
 def test_exercise_check_reports_unattempted_exercises(capsys):
