@@ -1,5 +1,7 @@
 """Show the runs that a notebook made itself: what ran, the paper's figure and tables of these runs."""
 
+from typing import Any
+
 import pandas as pd
 from IPython.display import display
 from matplotlib.figure import Figure
@@ -11,6 +13,8 @@ from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.quality_cost import paired_difference
 from cpt_lab.analysis.rendering import NotebookTable
 from cpt_lab.analysis.run_groups import AGGREGATION_NAMES, at_q_max
+from cpt_lab.analysis.run_table import _recipe_key as recipe_key
+from cpt_lab.experiments.registry import recipe
 from cpt_lessons.exercises import compare, in_band
 
 SCHEDULES_COMPARED = ("RR", "CR", "ER")  # of large, medium and small savings
@@ -23,6 +27,7 @@ BANDS = {
     ("digits", "mlp6"): ("accuracy", "smoke accuracy of"),
     ("digit-scenes", "retinanet_small"): ("loss", "smoke loss of the detector with"),
 }
+BAND_BITS = 8  # largest bits of weights and activations, and bits of gradients
 
 # task of the runs -> section of the paper whose claims they speak of; deficits have a section of their own
 PAPER_SECTIONS = {
@@ -108,12 +113,21 @@ def show_claims(runs: pd.DataFrame) -> None:
 
 
 def _check_bands(runs: pd.DataFrame) -> None:
-    for run in runs[
-        runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")
-    ].itertuples():
-        if (run.dataset, run.model) in BANDS:
-            value, name = BANDS[run.dataset, run.model]
+    for run in runs[runs.arm.isin(["static 8", "ER"])].itertuples():
+        if (run.dataset, run.model) not in BANDS:
+            continue
+        value, name = BANDS[run.dataset, run.model]
+        if _has_default_parameters(run):
             in_band(f"{name} {run.arm}", getattr(run, value))
+        else:
+            print(f"{name} {run.arm}: no range was measured for these parameters")
+
+
+def _has_default_parameters(run: Any) -> bool:
+    """Return whether a smoke run has the recipe and bits of the runs that measured the bands."""
+    declared = recipe(run.scale, run.dataset, run.model)
+    is_declared = run.recipe == recipe_key(declared.to_dict())
+    return is_declared and run.q_max == run.q_grad == BAND_BITS
 
 
 def beside_static(runs: pd.DataFrame) -> None:

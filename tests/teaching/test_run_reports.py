@@ -15,6 +15,7 @@ from cpt_lessons import evidence_figures, paper_runs, run_reports
 from cpt_lessons.parameters import check_parameters
 from cpt_lessons.predictions import PREDICTIONS
 from cpt_lessons.run_reports import beside_static, compare_with_paper, print_runs
+from tests.analysis.synthetic import runs_of
 
 
 def test_print_runs_summarises_runs_in_one_line(capsys):
@@ -123,20 +124,62 @@ def test_compare_with_paper_covers_experiments_and_aggregations(capsys, shown):
     assert len(shown) >= 4
 
 
-@pytest.mark.slow
-def test_compare_with_paper_checks_smoke_bands(capsys):
-    rows = committed("image_digits").query(
-        "model == 'mlp6' and q_min == 3 and seed == 0 and arm in ('ER', 'CR')"
-    )
-    smoke = rows.assign(scale="smoke")
-    compare_with_paper(smoke.assign(accuracy=0.88))
+SMOKE_LINE = (
+    'smoke runs are too short to compare; scale = "demo" draws the figure of your runs'
+)
+SMOKE_FIGURES = {
+    "digits": ("image", paper_runs.figure_3),
+    "digit-scenes": ("detection", paper_runs.figure_4),
+}
+
+
+def smoke_runs(dataset, value, **changes):
+    """Return runs of a notebook at smoke scale, all of one accuracy and loss."""
+    task, figure = SMOKE_FIGURES[dataset]
+    parameters = {"schedules": ["ER"], "static_bits": [8], "q_max": [8], "seeds": [0]}
+    parameters |= {"model": "", "dataset": dataset, **changes}
+    specs = figure(check_parameters(task, scale="smoke", **parameters))
+    runs = runs_of(specs, lambda spec: value)
+    return runs.assign(accuracy=value, loss=value, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "good", "bad", "name"),
+    [
+        ("digits", 0.88, 0.1, "smoke accuracy of"),
+        ("digit-scenes", 1.7, 2.2, "smoke loss of the detector with"),
+    ],
+)
+def test_compare_with_paper_checks_smoke_bands(dataset, good, bad, name, capsys):
+    compare_with_paper(smoke_runs(dataset, good))
     assert report_lines(capsys)[1:] == [
-        'smoke runs are too short to compare; scale = "demo" draws the figure of your runs',
-        "smoke accuracy of ER: within the range of 12 earlier seeds",
+        SMOKE_LINE,
+        f"{name} ER: within the range of 12 earlier seeds",
+        f"{name} static 8: within the range of 12 earlier seeds",
     ]
     with pytest.raises(AssertionError, match="outside its band"):
-        compare_with_paper(smoke.assign(accuracy=0.1))
-    compare_with_paper(smoke.assign(accuracy=0.1, dataset="my-images/"))
+        compare_with_paper(smoke_runs(dataset, bad))
+    compare_with_paper(smoke_runs(dataset, bad).assign(dataset="my-images/"))
+
+
+@pytest.mark.parametrize("dataset", SMOKE_FIGURES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 40},
+        {"learning_rate": 0.5},
+        {"q_min": 2},
+        {"n_cycles": 4},
+        {"q_grad": 4},
+        {"q_max": [6], "static_bits": [6]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_compare_with_paper_has_no_band_for_changes(dataset, changes, capsys):
+    """A band was measured with the default parameters; others train to other results."""
+    compare_with_paper(smoke_runs(dataset, 0.1, **changes))
+    line = "ER: no range was measured for these parameters"
+    assert any(text.endswith(line) for text in report_lines(capsys))
 
 
 def test_predicted_cycle_runs_mostly_at_2_bits():
