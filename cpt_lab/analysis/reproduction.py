@@ -342,6 +342,8 @@ def _dataset(name: str) -> str:
 
 
 def _optimizer(r: Recipe) -> str:
+    if getattr(r, "optimizer", "") == "adamw":
+        return "AdamW"
     momentum = getattr(r, "momentum", 0.0)
     return _OPTIMIZERS[r.task] + (f", momentum {momentum:g}" if momentum else "")
 
@@ -353,28 +355,29 @@ def _rates(r: Recipe) -> str:
 
 def _decay(r: Recipe) -> str:
     rule = getattr(r, "lr_rule", "")
-    milestones = getattr(r, "milestones", ())
     final = getattr(r, "final_lr", None)
     if rule == "plateau":
         return f"divided by {r.lr_division:g} after an epoch without progress"  # type: ignore[attr-defined]
     if rule == "constant":
         return "none"
+    if rule == "wsd":
+        return "rises from 0 in the first 5 %, falls to 0 in the last 20 %"
     if rule == "step":
         shares = "80 and 90" if r.task == "language_model" else "50 and 75"
         return f"a tenth at {shares} %"
     if rule in CYCLIC_RULES:
         change = "rises from 0" if rule == "cyclic_rising" else "falls to 0"
         return f"{change} in every cycle"
-    if milestones and rule != "cosine":
-        return (
-            f"a tenth at {' and '.join(f'{100 * share:g}' for share in milestones)} %"
-        )
-    if rule == "cosine" and final is None:
-        return "cosine to 0"
-    if final is not None:
-        shape = "linear" if r.task == "entailment" else "cosine"
-        return f"{shape} to {final:g} of it"
-    return "none"
+    if rule == "milestones":
+        shares = " and ".join(f"{100 * share:g}" for share in r.milestones)  # type: ignore[attr-defined]
+        return f"a tenth at {shares} %" if shares else "none"
+    if rule == "cosine":
+        return "cosine to 0" if final is None else f"cosine to {final:g} of it"
+    if rule:
+        raise ValueError(f"lr_rule: no words for {rule!r}")
+
+    # Recipes without a rule have a constant rate or a line to ``final_lr``.
+    return "none" if final is None else f"linear to {final:g} of it"
 
 
 def _text(value: object, name: str) -> str:

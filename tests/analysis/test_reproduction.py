@@ -56,6 +56,64 @@ def test_settings_table_marks_differences_from_paper(golden):
     golden("tables/settings.txt", text)
 
 
+def shown_settings(topic, dataset, **changes):
+    """Return the settings of smoke runs, {setting: words with a mark}."""
+    specs = smoke(dataset, schedules=["ER"], static_bits=[], **changes)
+    shown = reproduction.settings_table(topic, specs)
+    return dict(zip(shown["setting"], shown["this run"], strict=True))
+
+
+WSD = "rises from 0 in the first 5 %, falls to 0 in the last 20 %"
+DECAY_WORDS = {
+    ("images", "digits"): {
+        "milestones": "a tenth at 50 and 75 %",
+        "constant": "none ≠",
+        "cosine": "cosine to 0 ≠",
+        "wsd": f"{WSD} ≠",
+        "cyclic_falling": "falls to 0 in every cycle ≠",
+        "cyclic_rising": "rises from 0 in every cycle ≠",
+    },
+    ("language", "pydoc"): {
+        "cosine": "cosine to 0.05 of it ≠",
+        "step": "a tenth at 80 and 90 % ≠",
+        "constant": "none ≠",
+        "wsd": f"{WSD} ≠",
+        "cyclic_falling": "falls to 0 in every cycle ≠",
+        "cyclic_rising": "rises from 0 in every cycle ≠",
+    },
+}
+
+
+@pytest.mark.parametrize(("topic", "dataset"), DECAY_WORDS)
+def test_settings_table_names_every_decay(topic, dataset):
+    expected = DECAY_WORDS[topic, dataset]
+    shown = {
+        rule: shown_settings(topic, dataset, lr_rule=rule)["learning-rate decay"]
+        for rule in expected
+    }
+    assert shown == expected
+
+
+def test_settings_table_rejects_decay_without_words():
+    (spec,) = smoke("digits", schedules=["ER"], static_bits=[])
+    object.__setattr__(spec.recipe, "lr_rule", "polynomial")
+    refused(
+        "lr_rule: no words for 'polynomial'",
+        reproduction.settings_table,
+        "images",
+        [spec],
+    )
+
+
+@pytest.mark.parametrize(
+    ("topic", "dataset", "words"),
+    [("images", "digits", "SGD, momentum 0.9"), ("language", "pydoc", "SGD")],
+)
+def test_settings_table_names_optimizer(topic, dataset, words):
+    assert shown_settings(topic, dataset)["optimizer"] == words
+    assert shown_settings(topic, dataset, optimizer="adamw")["optimizer"] == "AdamW ≠"
+
+
 @pytest.mark.parametrize(
     ("topic", "dataset", "message"),
     [
