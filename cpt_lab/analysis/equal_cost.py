@@ -77,16 +77,17 @@ def _compare_with_base(
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return a printable form of ``equal_cost``."""
+    """Return a printable form of ``equal_cost``, with the base of every comparison."""
     name = metric_of(runs)
     metric, arms = metric_named(name), equal_cost(runs)
     cells = {
+        "base": arms.base,
         "arm": arms.arm,
-        "BitOps / those of RR": arms.spent.map("{:.3f}".format),
+        "BitOps / those of the base": arms.spent.map("{:.3f}".format),
         f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
         "std": metric.text(arms["std"]),
         "n": arms.n,
-        "better than RR by [95 %]": intervals(
+        "better than the base by [95 %]": intervals(
             replace(metric, digits=metric.digits + 1), arms
         ),
         "better": [

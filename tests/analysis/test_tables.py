@@ -351,6 +351,7 @@ def equal_cost_tables():
     yield "summary", equal_cost.summary(table(rows))
     second = equal_cost_rows(budget=0.546875, delay=0.2)
     yield "two budgets", equal_cost.equal_cost(table(rows + second))
+    yield "summary of two budgets", equal_cost.summary(table(rows + second))
     text = designs.equal_cost("demo", "pydoc", seeds=[0, 1])
     runs = runs_of(text, lambda s: 12.0 if s.arm == "RR" else 10.0, "perplexity")
     yield "perplexity", equal_cost.equal_cost(runs)
@@ -365,6 +366,14 @@ def equal_cost_tables():
 
 
 @pytest.mark.slow
+def test_equal_cost_summary_names_base_of_every_line():
+    runs = table(equal_cost_rows() + equal_cost_rows(budget=0.546875, delay=0.2))
+    effects, shown = equal_cost.equal_cost(runs), equal_cost.summary(runs)
+    assert shown["base"].tolist() == effects["base"].tolist()
+    assert shown["base"].nunique() == 2
+    assert not any("RR" in column for column in shown)
+
+
 def test_equal_cost_tables_compare_equally_costly_arms(golden):
     compare(golden, "equal_cost", equal_cost_tables())
     runs = table(equal_cost_rows())
