@@ -1,7 +1,7 @@
 """FP-Agg compared with Q-Agg: numbers, table, figure.  Paper: section 4.3, figure 5."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,6 +27,24 @@ from cpt_lab.analysis.style import (
 
 MIN_SEEDS = 3  # with fewer seeds no comparison is made
 AGGREGATION_COLORS = {"fp": COLORS["small"], "quantized": COLORS["large"]}
+
+
+class _Split(NamedTuple):
+    """Nodes whose accuracy is compared."""
+
+    name: str  # in labels
+    column: str  # of the accuracy in a table of runs
+    evaluation: str  # key of the accuracy in an evaluation
+
+
+_VALIDATION = _Split("validation", "valid", "valid")
+_TEST = _Split("test", "accuracy", "test")
+
+
+def _split(runs: pd.DataFrame) -> _Split:
+    """Return the validation nodes, as in the paper, or the test nodes where a finished run has no others."""
+    finished = runs.loc[runs["status"] == "ok", "valid"]
+    return _VALIDATION if len(finished) and finished.notna().all() else _TEST
 
 
 def aggregation_difference(
@@ -65,8 +83,9 @@ def aggregation_difference(
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a printable table of the differences of every arm, in points; runs as for ``aggregation_difference``."""
+    split = _split(runs)
     points = (
-        aggregation_difference(runs)
+        aggregation_difference(runs, split.column)
         .groupby("arm")["difference"]
         .agg(["mean", "std", "count"])
     )
@@ -75,7 +94,9 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     cells = {
         "model": runs["model"].iloc[0],
         "arm": points.index,
-        "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
+        f"Q-Agg minus FP-Agg, points of {split.name} accuracy": [
+            f"{100 * mean:+.2f}" for mean in points["mean"]
+        ],
         "std": stds,
         "seeds": points["count"].to_numpy(),
         "diverged": num_diverged.to_numpy(),
@@ -88,7 +109,7 @@ def finding(runs: pd.DataFrame, bits: int = 8) -> str:
 
     They differ when the 95 % interval of the differences excludes 0; below ``MIN_SEEDS`` seeds no comparison is made.
     """
-    differences = aggregation_difference(runs)
+    differences = aggregation_difference(runs, _split(runs).column)
     points = 100 * differences[differences["arm"] == f"static {bits}"]["difference"]
     if len(points) < MIN_SEEDS:
         return f"{plural(len(points), 'seed')}: no comparison"
@@ -101,6 +122,8 @@ def finding(runs: pd.DataFrame, bits: int = 8) -> str:
 def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
     """Draw the learning curves of FP-Agg and Q-Agg, and the paired difference of every seed.
 
+    Both panels show the accuracy on validation nodes, as in the paper; on test nodes if runs have no others.
+
     Args:
         runs: of one recipe with both aggregations.
         bits: static precision of the curves; the right panel shows all arms that both aggregations have.
@@ -109,21 +132,22 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
     Differs: the panel of paired differences is ours.
     """
     with subplots(1, 2, figsize=(10, 3.8)) as (figure, axes):
-        _curves(axes[0, 0], runs, bits)
-        _differences(axes[0, 1], aggregation_difference(runs))
+        split = _split(runs)
+        _curves(axes[0, 0], runs, bits, split)
+        _differences(axes[0, 1], aggregation_difference(runs, split.column), split)
         legend_below(figure, axes[0, 0])
         set_finding(figure, with_smoke_warning(finding(runs, bits), runs))
         write_caption(figure, caption(runs))
     return figure
 
 
-def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
+def _curves(ax: Axes, runs: pd.DataFrame, bits: int, split: _Split) -> None:
     arm_runs = runs[runs["arm"] == f"static {bits}"]
     for kind, color in AGGREGATION_COLORS.items():
         name = AGGREGATION_NAMES[kind]
         kind_runs = arm_runs[arm_runs["aggregation"] == kind]
         finished = kind_runs.loc[kind_runs["status"] == "ok", "evaluations"]
-        curves = [_learning_curve(evaluations) for evaluations in finished]
+        curves = [_learning_curve(evaluations, split) for evaluations in finished]
 
         num_diverged = int(kind_runs["diverged"].sum())
         label = f"{name}, static {bits} bits"
@@ -141,17 +165,17 @@ def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
         ax.fill_between(
             steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0
         )
-    ax.set(xlabel="training step", ylabel="validation accuracy (%)")
+    ax.set(xlabel="training step", ylabel=f"{split.name} accuracy (%)")
 
 
-def _learning_curve(evaluations: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return (step, accuracy in percent) of every evaluation, on validation nodes where there are some."""
-    return [
-        (e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in evaluations
-    ]
+def _learning_curve(
+    evaluations: list[dict[str, Any]], split: _Split
+) -> list[tuple[int, float]]:
+    """Return (step, accuracy in percent) of every evaluation."""
+    return [(e["step"], 100 * e[split.evaluation]["accuracy"]) for e in evaluations]
 
 
-def _differences(ax: Axes, differences: pd.DataFrame) -> None:
+def _differences(ax: Axes, differences: pd.DataFrame, split: _Split) -> None:
     arms = sorted(
         differences["arm"].unique(), key=lambda a: (not a.startswith("static"), a)
     )
@@ -174,17 +198,16 @@ def _differences(ax: Axes, differences: pd.DataFrame) -> None:
     ax.axhline(0, color="#888888", linewidth=0.8)
     ax.set_xticks(range(len(arms)), arms)
     ax.set_xlim(-0.8, len(arms) - 0.2)
-    ax.set_ylabel("Q-Agg minus FP-Agg (points)")
+    ax.set_ylabel(f"Q-Agg minus FP-Agg (points of {split.name} accuracy)")
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 5 of every recipe that was run with both aggregations at static q_max."""
     for name, group in with_unique_names(aggregation_groups(runs)):
-        heading, alt = f"Figure 5: {name}", "validation accuracy with FP-Agg and Q-Agg"
         yield Section(
-            heading,
+            f"Figure 5: {name}",
             (),
             figure_5(group, int(group["q_max"].iloc[0])),
-            alt,
+            f"{_split(group).name} accuracy with FP-Agg and Q-Agg",
             summary(group),
         )

@@ -101,7 +101,7 @@ def other_figures():
     ):
         is_lost = spec.recipe.aggregation == "quantized"
         row = row_of(spec, 0.8, status="diverged" if is_lost else "ok")
-        curve = [{"step": t, "valid": {"accuracy": 0.5}, "test": {}} for t in (1, 2)]
+        curve = [{"step": t, "test": {"accuracy": 0.5}} for t in (1, 2)]
         rows.append({**row, "evaluations": curve})
     yield "Q-Agg diverges", aggregation.figure_5(table(rows))
     specs = designs.deficit_scan("demo", "digits", seeds=[0, 1, 2])

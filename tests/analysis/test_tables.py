@@ -246,18 +246,34 @@ def test_on_common_seeds_removes_partial_seeds():
 # --- aggregation, execution, equal cost, predictors -----------------------------------------------
 
 
-def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
-    """Return runs of both aggregations with learning curves, with Q-Agg better by ``gap``."""
+def both_aggregations(
+    gap=0.01, seeds=(0, 1, 2), test_gap=None, splits=("valid", "test")
+):
+    """Return runs of both aggregations with learning curves, with Q-Agg better by ``gap``.
+
+    ``test_gap`` is that on test nodes; None takes ``gap``.
+    """
+    gaps = {"valid": gap, "test": gap if test_gap is None else test_gap}
     rows = []
     for spec in designs.aggregation("demo", static_bits=(2, 8), seeds=seeds):
-        value = 0.8 + 0.02 * spec.seed + gap * (spec.recipe.aggregation == "quantized")
+        is_quantized = spec.recipe.aggregation == "quantized"
+        values = {
+            split: 0.8 + 0.02 * spec.seed + gaps[split] * is_quantized
+            for split in splits
+        }
+        row = row_of(spec, values["test"])
+        (metric,) = row["metrics"]
+        metrics = [
+            {**metric, "split": split, "value": value}
+            for split, value in values.items()
+        ]
         curve = [
-            {"step": t, "precision": "q_max", "valid": {"accuracy": value - 0.1 / t}}
+            {"step": t, "precision": "q_max"}
+            | {split: {"accuracy": value - 0.1 / t} for split, value in values.items()}
             for t in (1, 2)
         ]
-        curve = [{**point, "test": {}} for point in curve]
-        title = {"title": "GCN (FP-Agg) on made up", "evaluations": curve}
-        rows.append(row_of(spec, value) | title)
+        title = "GCN (FP-Agg) on made up"
+        rows.append(row | {"metrics": metrics, "evaluations": curve, "title": title})
     return table(rows)
 
 
@@ -268,13 +284,11 @@ def aggregation_tables():
     yield "finding", aggregation.finding(runs)
     yield "Q-Agg loses 1 point", aggregation.finding(both_aggregations(-0.01))
     lucky = (runs["aggregation"] == "quantized") & (runs["seed"] == 1)
-    noisy = runs["accuracy"].where(~lucky, runs["accuracy"] - 0.02)
-    yield "one seed differs", aggregation.finding(runs.assign(accuracy=noisy))
+    noisy = runs["valid"].where(~lucky, runs["valid"] - 0.02)
+    yield "one seed differs", aggregation.finding(runs.assign(valid=noisy))
     yield "two seeds", aggregation.finding(both_aggregations(seeds=(0, 1)))
     diverged = runs["aggregation"] == "quantized"
-    none = runs.assign(
-        diverged=diverged, accuracy=runs["accuracy"].where(~diverged, 0.1)
-    )
+    none = runs.assign(diverged=diverged, valid=runs["valid"].where(~diverged, 0.1))
     yield "Q-Agg diverges", aggregation.summary(none)
 
 
@@ -284,6 +298,32 @@ def test_aggregation_tables_pair_runs_by_seed(golden):
     one = both_aggregations().query("aggregation == 'fp'")
     message = "rows of both aggregations are needed, there are: fp"
     refused(message, aggregation.aggregation_difference, one)
+
+
+@pytest.mark.parametrize(
+    ("splits", "name", "gain"),
+    [(("valid", "test"), "validation", 1.0), (("test",), "test", -2.0)],
+)
+def test_aggregation_figure_and_table_compare_one_accuracy(splits, name, gain):
+    """Curves, points, title and table are of validation nodes where there are some."""
+    runs = both_aggregations(gap=0.01, test_gap=-0.02, splits=splits)
+    shown = aggregation.summary(runs)
+    header = f"Q-Agg minus FP-Agg, points of {name} accuracy"
+    assert shown[header].tolist() == [f"{gain:+.2f}"] * 2
+    verb = "gains" if gain > 0 else "loses"
+    assert aggregation.finding(runs).startswith(f"Q-Agg {verb} {abs(gain)} points")
+
+    curves, points = aggregation.figure_5(runs).axes
+    assert curves.get_ylabel() == f"{name} accuracy (%)"
+    assert points.get_ylabel() == f"Q-Agg minus FP-Agg (points of {name} accuracy)"
+    ends = {
+        line.get_label().split(",")[0]: line.get_ydata()[-1] for line in curves.lines
+    }
+    assert ends["Q-Agg"] - ends["FP-Agg"] == pytest.approx(gain)
+    assert points.lines[0].get_ydata() == pytest.approx([gain] * 3)
+
+    (section,) = aggregation.sections(runs)
+    assert section.alt == f"{name} accuracy with FP-Agg and Q-Agg"
 
 
 EXECUTIONS = {
