@@ -3,8 +3,9 @@
 ``data/paper/claims.csv`` names for every claim a *measure*, a function of ``MEASURES`` that turns runs into effects
 in the claim's direction, and a *test*, which turns the interval of an effect into a verdict (``verdict``):
 
-- ``more``: *confirmed* when the interval lies above 0 and reaches the margin; *smaller than claimed* when it lies below
-  the margin, but not below 0; *contradicted* when it lies below 0.
+- ``more``: *confirmed* when the interval lies above 0 and reaches the margin; *below the margin* when it lies below
+  the margin, but not below 0 (the effect is smaller than claimed, none, or of the other sign); *contradicted* when it
+  lies below 0.
 - ``no_worse``: confirmed when it lies above minus the margin, contradicted when it lies below it.
 - ``equal``: confirmed inside +- margin, contradicted outside of it.
 - ``correlation``, ``majority``: as ``more``, for a rank correlation; ``predictor``: for the strength of a predictor
@@ -37,7 +38,7 @@ count as seeds.
 >>> verdict("more", 0.0, (1.2, 0.4, 2.0), n=5)
 'confirmed'
 >>> verdict("more", 3.0, (1.2, 0.4, 2.0), n=5)
-'smaller than claimed'
+'below the margin'
 """
 
 from collections import Counter
@@ -59,7 +60,7 @@ from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.experiments.registry import DATASETS
 from cpt_lab.paths import paper_dir
 
-CONFIRMED, SMALLER, CONTRADICTED = "confirmed", "smaller than claimed", "contradicted"
+CONFIRMED, BELOW_MARGIN, CONTRADICTED = "confirmed", "below the margin", "contradicted"
 MIXED = "mixed"
 # test -> the verdicts of smaller scales in place of confirmed and contradicted
 SMALLER_SCALES = {
@@ -98,7 +99,7 @@ def _more_verdict(margin: float, low: float, high: float) -> str:
     if high < 0:
         return CONTRADICTED
     if high < margin:
-        return SMALLER
+        return BELOW_MARGIN
     return CONFIRMED if low > 0 else INCONCLUSIVE
 
 
@@ -441,7 +442,7 @@ def tally(entries: Iterable[Entry], paper_scale: bool) -> str:
     counts = Counter(entry.verdict(paper_scale) for entry in entries)
     texts = {
         CONFIRMED: "as claimed",
-        SMALLER: SMALLER,
+        BELOW_MARGIN: BELOW_MARGIN,
         CONTRADICTED: "against",
         MIXED: MIXED,
     }

@@ -22,10 +22,10 @@ from cpt_lab.analysis import (
 from cpt_lab.analysis import claims as rules
 from cpt_lab.analysis.claim_measures import MEASURES
 from cpt_lab.analysis.claims import (
+    BELOW_MARGIN,
     CONFIRMED,
     CONTRADICTED,
     MIXED,
-    SMALLER,
     claims,
     combined,
     effect_verdict,
@@ -49,8 +49,9 @@ VERDICTS = [  # test, margin, low, high, n, verdict
     ("more", 0, 0.1, 2.0, 2, INCONCLUSIVE),  # two seeds settle nothing
     ("more", 0.5, 0.1, 0.6, 5, CONFIRMED),
     ("more", 0.5, -0.3, 0.6, 5, INCONCLUSIVE),
-    ("more", 0.5, 0.1, 0.4, 5, SMALLER),  # there, but 0.5 is ruled out
-    ("more", 0.5, -0.3, 0.4, 5, SMALLER),
+    ("more", 0.5, 0.1, 0.4, 5, BELOW_MARGIN),  # there, but 0.5 is ruled out
+    ("more", 0.5, -0.1, 0.1, 5, BELOW_MARGIN),
+    ("more", 0.5, -1.2, 0.4, 5, BELOW_MARGIN),
     ("more", 0.5, -0.3, -0.1, 5, CONTRADICTED),
     ("more", 0, NAN, NAN, 9, INCONCLUSIVE),
     ("no_worse", 0.5, -0.4, 1.0, 5, CONFIRMED),
@@ -73,11 +74,16 @@ def test_verdict_follows_interval_and_margin(test, margin, low, high, n, expecte
     assert verdict(test, margin, ((low + high) / 2, low, high), n) == expected
 
 
+@pytest.mark.parametrize("interval", [(-0.4, -1.2, 0.3), (0.0, -0.1, 0.11)])
+def test_verdict_claims_no_effect_of_null_or_negative_means(interval):
+    assert verdict("more", 0.5, interval, 8) == "below the margin"
+
+
 LETTERS = {
     "+": CONFIRMED,
     "-": CONTRADICTED,
     "0": INCONCLUSIVE,
-    "<": SMALLER,
+    "<": BELOW_MARGIN,
     "?": MIXED,
 }
 COMBINED = [  # test, votes as task and verdict, combined verdict
@@ -87,7 +93,7 @@ COMBINED = [  # test, votes as task and verdict, combined verdict
     ("more", "a+ a<", MIXED),
     ("more", "a+ a?", MIXED),
     ("more", "a?", MIXED),
-    ("more", "a< a0", SMALLER),
+    ("more", "a< a0", BELOW_MARGIN),
     ("more", "", INCONCLUSIVE),
     ("more", "a0 a0", INCONCLUSIVE),
     ("correlation", "a+ a0", INCONCLUSIVE),  # claimed for every domain
