@@ -60,21 +60,29 @@ class AssignedSchedule(NamedTuple):
     layers: list[str]
 
 
-class _SavedBits(NamedTuple):
-    """Bits of a layer before a ``precision`` block."""
+class SavedBits(NamedTuple):
+    """Bits of a layer, with the schedulers that set them, before a block of code that sets others.
+
+    The fields besides ``layer`` are attributes of ``LayerPrecision``.
+    """
 
     layer: LayerPrecision
     active_levels: RoleLevels | None
+    highest: RoleLevels | None
     owning_scheduler: Any
+    pending_scheduler: Any
     is_fixed: bool
     unmatched: str
 
+    @classmethod
+    def current(cls, layer: LayerPrecision) -> SavedBits:
+        """Return the bits of a layer as they are now."""
+        return cls(layer, *[getattr(layer, field) for field in cls._fields[1:]])
+
     def restore(self) -> None:
-        self.layer.active_levels = self.active_levels
-        self.layer.owning_scheduler = self.owning_scheduler
-        self.layer.pending_scheduler = None
-        self.layer.is_fixed = self.is_fixed
-        self.layer.unmatched = self.unmatched
+        """Set the layer to these bits."""
+        for field, value in zip(self._fields[1:], self[1:], strict=True):
+            setattr(self.layer, field, value)
 
 
 class PrecisionScheduler:
@@ -450,16 +458,7 @@ def precision(
     bits_by_pattern = bits if isinstance(bits, Mapping) else {"*": bits}
     patterns = _match_patterns(layers, bits_by_pattern, "bits")
     warn_of_added_modules(model)
-    former_bits = [
-        _SavedBits(
-            layer,
-            layer.active_levels,
-            layer.owning_scheduler,
-            layer.is_fixed,
-            layer.unmatched,
-        )
-        for layer in layers.values()
-    ]
+    former_bits = [SavedBits.current(layer) for layer in layers.values()]
     try:
         for name, pattern in patterns.items():
             layer = layers[name]

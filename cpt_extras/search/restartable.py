@@ -21,7 +21,7 @@ from cpt_core.quantization.convert import (
     quantize_,
     restore_,
 )
-from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.quantization.scheduler import PrecisionScheduler, SavedBits, precision
 from cpt_core.schedules.schedule import RoleLevels, StaticSchedule
 from cpt_extras.validation import check_float
 
@@ -242,10 +242,8 @@ def restartable_trainings(
         )
 
     training = None
-    former_bits = [
-        (layer, layer.active_levels, layer.highest)
-        for layer in all_precisions(model).values()
-    ]
+    layers = all_precisions(model).values()
+    former_bits = [SavedBits.current(layer) for layer in layers]
     former_gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         training = RestartableTraining(
@@ -258,9 +256,8 @@ def restartable_trainings(
             training.reset()
         for parameter, gradient in former_gradients:
             parameter.grad = gradient
-        for layer, levels, highest in former_bits:
-            layer.active_levels = levels
-            layer.highest = highest
+        for saved in former_bits:
+            saved.restore()
         if convert:
             restore_(model)
 

@@ -1,6 +1,7 @@
 """Repeated trainings of one model: equal starts for every training, everything restored at the end."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -121,21 +122,41 @@ def test_restartable_training_starts_equal_and_is_undone(search):
 
 
 @SEARCHES
-def test_restartable_training_keeps_scheduler_attached(search):
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize("follows", [False, True])
+def test_restartable_training_keeps_scheduler_attached(search, follows, in_block):
+    """Leave layers to their scheduler, also if it sets its bits after a block, and does not follow the optimizer."""
     model, train_step, optimizer, _ = problem()
     quantize_(model)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=6, total_steps=10, n_cycles=2)
-    scheduler = cpt.PrecisionScheduler(
-        model, schedule, optimizer=optimizer, eval_bits="q_max"
-    )
-    search(model, train_step, optimizer)
-    for training, bits in ((True, 3), (False, 6)):
+    with cpt.precision(model, 7) if in_block else nullcontext():
+        scheduler = cpt.PrecisionScheduler(
+            model, schedule, optimizer=optimizer if follows else None, eval_bits="q_max"
+        )
+        search(model, train_step, optimizer)
+        assert model[0].precision.bits == (7 if in_block else 3)
+
+    for training, bits in ((True, 3), (False, 6), (True, 3)):
         model.train(training)
+        with cpt.precision(model, 8):  # which nothing changes
+            pass
         for layer in layer_precisions(model).values():
             assert layer.owning_scheduler is scheduler
             assert layer.bits == bits
             assert int(layer.num_steps) == 2**bits - 1
             assert layer.highest == (6, 6, 6, 6)
+
+
+@SEARCHES
+def test_restartable_training_keeps_bits_without_scheduler(search):
+    model, train_step, optimizer, _ = problem()
+    quantize_(model)[0].precision.set_bits(5, 7)
+    search(model, train_step, optimizer)
+    with cpt.precision(model, 8):
+        pass
+    layers = layer_precisions(model).values()
+    assert [(p.bits, p.q_grad) for p in layers] == [(5, 7), (None, None)]
+    assert [p.highest for p in layers] == [None, None]
 
 
 @SEARCHES
