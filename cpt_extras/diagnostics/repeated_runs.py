@@ -23,7 +23,7 @@ from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.feature_axes import mark_of, set_mark
 from cpt_core.quantization.op_interception import HOOK, OP_HANDLERS, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.scheduler import precision
+from cpt_core.quantization.scheduler import SavedBits, precision
 from cpt_core.schedules.schedule import RoleLevels
 from cpt_extras.diagnostics.exact_sums import ExactSums
 from cpt_extras.kernels.backend import reference
@@ -305,7 +305,7 @@ def _evaluation_mode(
     modules = [m for m in model.modules() if not isinstance(m, LayerPrecision)]
     modes = [(m, m.training) for m in modules]
     layers = [
-        (p, p.training, p.filled_roles, p._roles, p.grids, p.active_levels, p.is_fixed)
+        (p, p.training, p.filled_roles, p._roles, p.grids, SavedBits.current(p))
         for p in precisions.values()
     ]
     for m in modules:
@@ -321,13 +321,12 @@ def _evaluation_mode(
     finally:
         for m, training in modes:
             m.training = training
-        for p, training, filled_roles, roles, grids, levels, is_fixed in layers:
+        for p, training, filled_roles, roles, grids, saved in layers:
             p.training = training
             p.filled_roles = filled_roles
             p._roles = roles
             p.grids = grids
-            p.is_fixed = is_fixed
-            p.active_levels = levels
+            saved.restore()
 
 
 @contextmanager

@@ -15,7 +15,11 @@ from torch.nn.utils.rnn import pack_sequence
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.summary import summary
 from cpt_core.quantization.convert import QuantConfig, all_precisions, quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.quantization.scheduler import (
+    PrecisionScheduler,
+    SavedBits,
+    precision,
+)
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.diagnostics.check import check
 from cpt_extras.diagnostics.uncounted import uncounted_functions
@@ -155,8 +159,7 @@ def state_of(model, scheduler, x):
         (p.training, p.filled_roles, p.is_fixed, p.zeros_unchecked) for p in precisions
     ]
     active = [
-        (p.execution, p.active_levels, p.grids, p.owning_scheduler, p.quantizers)
-        for p in precisions
+        (p.execution, p.grids, p.quantizers, SavedBits.current(p)) for p in precisions
     ]
     gradients = [p.grad is None for p in (*model.parameters(), x)]
     numpy_state = str(np.random.get_state())  # noqa: NPY002
@@ -193,3 +196,17 @@ def test_dry_run_leaves_model_unchanged(dry_run, training, execution, trouble):
     tensors_after, others_after = state_of(model, scheduler, x)
     assert identical(tensors_after, tensors)
     assert others_after == others
+
+
+@pytest.mark.parametrize("eval_bits", ["current", 6])
+def test_dry_run_leaves_no_former_scheduler(eval_bits):
+    """Keep the bits of a scheduler that replaces another after the check, also after an evaluation."""
+    model, x = quantize_(nn.Sequential(nn.Linear(4, 4))), torch.randn(3, 4)
+    PrecisionScheduler(model, StaticSchedule(3, 8), eval_bits=eval_bits)
+    check(model, (x,))
+    scheduler = PrecisionScheduler(model, StaticSchedule(8, 8), eval_bits=eval_bits)
+    with precision(model.eval(), 8):
+        model(x)
+    model.train()
+    assert model[0].precision.owning_scheduler is scheduler
+    assert model[0].precision.bits == 8
