@@ -122,10 +122,12 @@ class RestartableTraining:
 
         # learning rates after every step, equal in all trainings
         self.rates: list[list[float]] = []
-        self.modes = [(module, module.training) for module in model.modules()]
         self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))
         # includes layers that have not run yet, and buffers that no state_dict holds
         self.precisions = all_precisions(model)
+        # precisions of modules without weights are no child modules
+        modules = dict.fromkeys([*model.modules(), *self.precisions.values()])
+        self.modes = [(module, module.training) for module in modules]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
         random = _RandomStates.current()
@@ -147,6 +149,8 @@ class RestartableTraining:
         It covers weights, train or eval mode, optimizer, running ranges, the further objects and the random numbers.
         """
         start = copy.deepcopy(self.start)
+        for module, training in self.modes:
+            module.training = training
         self.model.load_state_dict(start.model)
         self.optimizer.load_state_dict(start.optimizer)
         for parameter in self.model.parameters():
@@ -160,8 +164,6 @@ class RestartableTraining:
             self.precisions[name].set_running(running)
         for item, state in zip(self.stateful, start.stateful, strict=True):
             item.load_state_dict(state)
-        for module, training in self.modes:
-            module.training = training
         start.random.restore()
 
     def losses(

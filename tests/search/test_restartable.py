@@ -159,6 +159,47 @@ def test_restartable_training_keeps_bits_without_scheduler(search):
     assert [p.highest for p in layers] == [None, None]
 
 
+class Attention(nn.Module):
+    """Module without weights, whose precision is no child module."""
+
+    def forward(self, x):
+        x = x[:, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x)[:, 0]
+
+
+@SEARCHES
+@pytest.mark.parametrize("ends_in_training", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_restartable_training_restores_empty_ranges(search, training, ends_in_training):
+    """Evaluate a model that was never trained as before, although the trainings filled its ranges."""
+    model, train_step, optimizer, _ = problem()
+    quantize_(model.append(Attention()))
+    x = torch.randn(4, 8)
+
+    def validates(step):
+        model.train()
+        loss = train_step(step)
+        model.eval()(x)
+        model.train(ends_in_training)
+        return loss
+
+    def evaluated():
+        with cpt.precision(model, 8), torch.no_grad():
+            return model(x)
+
+    model.eval()
+    expected = evaluated()
+    model.train(training)
+    layers = layer_precisions(model).values()
+    modes = [p.training for p in layers]
+    search(model, validates, optimizer)
+    assert [p.training for p in layers] == modes
+    if training:
+        model.eval()
+    assert torch.equal(evaluated(), expected)
+    assert not any(p.filled_roles for p in layers)
+
+
 @SEARCHES
 def test_restartable_training_restores_model_after_error(search):
     """Restore at once, although a notebook keeps the error alive."""
