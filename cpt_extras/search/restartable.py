@@ -128,7 +128,13 @@ class RestartableTraining:
         # precisions of modules without weights are no child modules
         modules = dict.fromkeys([*model.modules(), *self.precisions.values()])
         self.modes = [(module, module.training) for module in modules]
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self.buffers = [
+            (module._buffers, dict(module._buffers))
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        self.buffer_values = [(b, b.detach().clone()) for b in model.buffers()]
+        self.parameters = [(p, p.requires_grad) for p in model.parameters()]
 
         random = _RandomStates.current()
         stateful_states = [s.state_dict() for s in self.stateful]
@@ -146,19 +152,25 @@ class RestartableTraining:
     def reset(self) -> None:
         """Restore the state before the first training.
 
-        It covers weights, train or eval mode, optimizer, running ranges, the further objects and the random numbers.
+        It covers weights, buffers, ``requires_grad``, train or eval mode, optimizer, running ranges, the further
+        objects and the random numbers.
         """
         start = copy.deepcopy(self.start)
         for module, training in self.modes:
             module.training = training
+        # a forward pass may have assigned other tensors to the buffers
+        for buffers, original_buffers in self.buffers:
+            buffers.clear()
+            buffers.update(original_buffers)
         self.model.load_state_dict(start.model)
         self.optimizer.load_state_dict(start.optimizer)
-        for parameter in self.model.parameters():
+        for parameter, requires_grad in self.parameters:
+            parameter.requires_grad_(requires_grad)
             parameter.grad = None
         self.optimizer.zero_grad(set_to_none=True)
 
         with torch.no_grad():
-            for buffer, value in self.buffers:
+            for buffer, value in self.buffer_values:
                 buffer.copy_(value)
         for name, running in start.running.items():
             self.precisions[name].set_running(running)

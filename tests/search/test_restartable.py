@@ -159,6 +159,57 @@ def test_restartable_training_keeps_bits_without_scheduler(search):
     assert [p.highest for p in layers] == [None, None]
 
 
+class MovingAverage(nn.Module):
+    """Module that assigns a new tensor to its buffer in every pass."""
+
+    def __init__(self, start, persistent):
+        super().__init__()
+        self.register_buffer("mean", start, persistent=persistent)
+
+    def forward(self, x):
+        mean = 1 if self.mean is None else self.mean
+        self.mean = 0.9 * mean + x.detach().mean(0)
+        return x + 0 * self.mean
+
+
+@SEARCHES
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("start", [None, torch.zeros(()), torch.zeros(2)])
+def test_restartable_training_restores_assigned_buffers(search, start, persistent):
+    model, train_step, optimizer, _ = problem()
+    model.append(MovingAverage(start, persistent))
+    starts = []
+
+    def watched(number):
+        if number == 0:
+            starts.append(model[5].mean)
+        return train_step(number)
+
+    search(model, watched, optimizer)
+    assert len(starts) > 2
+    assert all(mean is start for mean in [*starts, model[5].mean])
+    assert start is None or not start.any()
+
+
+@SEARCHES
+@pytest.mark.parametrize("unfreezes", [False, True])
+def test_restartable_training_restores_requires_grad(search, unfreezes):
+    model, train_step, optimizer, _ = problem()
+    model[0].requires_grad_(not unfreezes)
+    starts = []
+
+    def changes(number):
+        if number == 0:
+            starts.append(model[0].weight.requires_grad)
+        if number % 8 == 4:
+            model[0].requires_grad_(unfreezes)
+        return train_step(number)
+
+    search(model, changes, optimizer)
+    assert len(starts) > 2
+    assert {*starts, model[0].weight.requires_grad} == {not unfreezes}
+
+
 class Attention(nn.Module):
     """Module without weights, whose precision is no child module."""
 
