@@ -135,6 +135,8 @@ class RestartableTraining:
         ]
         self.buffer_values = [(b, b.detach().clone()) for b in model.buffers()]
         self.parameters = [(p, p.requires_grad) for p in model.parameters()]
+        self.param_groups = optimizer.param_groups
+        self.group_settings = [(group, dict(group)) for group in self.param_groups]
 
         random = _RandomStates.current()
         stateful_states = [s.state_dict() for s in self.stateful]
@@ -163,7 +165,7 @@ class RestartableTraining:
             buffers.clear()
             buffers.update(original_buffers)
         self.model.load_state_dict(start.model)
-        self.optimizer.load_state_dict(start.optimizer)
+        self._reset_optimizer(start.optimizer)
         for parameter, requires_grad in self.parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
@@ -177,6 +179,26 @@ class RestartableTraining:
         for item, state in zip(self.stateful, start.stateful, strict=True):
             item.load_state_dict(state)
         start.random.restore()
+
+    def _reset_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the start.
+
+        Its values go into the list and dicts of parameter groups, and the tensors in them, that a training loop may
+        hold: ``load_state_dict`` makes new ones.
+        """
+        self.param_groups[:] = [group for group, _ in self.group_settings]
+        self.optimizer.param_groups = self.param_groups
+        self.optimizer.load_state_dict(state)
+        loaded_groups = self.optimizer.param_groups
+        for (group, original), loaded in zip(
+            self.group_settings, loaded_groups, strict=True
+        ):
+            group.clear()
+            group.update(loaded)
+            for name, value in original.items():
+                if isinstance(value, torch.Tensor):
+                    group[name] = value.copy_(loaded[name])
+        self.optimizer.param_groups = self.param_groups
 
     def losses(
         self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any

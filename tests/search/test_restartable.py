@@ -159,6 +159,58 @@ def test_restartable_training_keeps_bits_without_scheduler(search):
     assert [p.highest for p in layers] == [None, None]
 
 
+def hold_group(optimizer):
+    return optimizer.param_groups[0].__setitem__
+
+
+def hold_list(optimizer):
+    groups = optimizer.param_groups
+    return lambda name, value: groups[0].__setitem__(name, value)
+
+
+def hold_tensor(optimizer):
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
+    return lambda _, value: rate.fill_(value)
+
+
+@SEARCHES
+@pytest.mark.parametrize("hold", [hold_group, hold_list, hold_tensor])
+def test_restartable_training_keeps_parameter_groups(search, hold):
+    """Let a training loop set the learning rate where it holds a parameter group, during the trainings and after."""
+    model, train_step, optimizer, _ = problem()
+    set_rate = hold(optimizer)
+    weight = model[0].weight.detach().clone()
+    rates = []
+
+    def decays(step):
+        rate = 1 / 2 ** (1 + step % 8)
+        set_rate("lr", rate)
+        rates.append((float(optimizer.param_groups[0]["lr"]), rate))
+        return train_step(step)
+
+    search(model, decays, optimizer)
+    assert all(used == rate for used, rate in rates)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.2)
+    assert torch.equal(model[0].weight, weight)
+    set_rate("lr", 0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@SEARCHES
+def test_restartable_training_removes_added_parameter_groups(search):
+    model, train_step, optimizer, _ = problem()
+    del optimizer.param_groups[0]["params"][:2]  # of the first layer
+
+    def unfreezes(step):
+        if step % 8 == 4:
+            group = {"params": list(model[0].parameters()), "lr": 0.05}
+            optimizer.add_param_group(group)
+        return train_step(step)
+
+    search(model, unfreezes, optimizer)
+    assert len(optimizer.param_groups) == 1
+
+
 class MovingAverage(nn.Module):
     """Module that assigns a new tensor to its buffer in every pass."""
 
