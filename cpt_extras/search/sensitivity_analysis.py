@@ -34,6 +34,7 @@ from cpt_core.bitops.conventions import priced_passes, row_name
 from cpt_core.bitops.counting import report_operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
 from cpt_core.quantization.op_interception import Operation
+from cpt_core.quantization.precision import is_recomputing
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import MAX_TOTAL_STEPS, RoleLevels
 from cpt_core.validation import check_bits, check_int, check_types
@@ -356,10 +357,16 @@ def _role_levels(weight: int, activation: int, gradient: int) -> RoleLevels:
 def _count_macs(training: RestartableTraining, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step."""
     operations: list[Operation] = []
+
+    def report(operation: Operation) -> None:
+        # activation checkpointing runs operations again in the backward pass
+        if not is_recomputing():
+            operations.append(operation)
+
     training.reset()
     with (
         precision(training.model, bits=bits, q_grad=bits),
-        report_operations(training.model, operations.append),
+        report_operations(training.model, report),
     ):
         training.train_step(first)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import INF, FunctionModule, refused
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization import convert
@@ -253,6 +254,36 @@ def test_sensitivity_covers_intercepted_matmuls():
     assert found.groups == (("attention",), ("attention.out_proj",), ("out",))
     assert found.macs == (15 * 8 * 24 + 2 * 3 * 5 * 5 * 8, 15 * 8 * 8, 15 * 8 * 2)
     assert found.estimated[0][0] > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("block", ["linear", "attention"])
+def test_sensitivity_counts_checkpointed_macs_once(block, use_reentrant):
+    def measured(run):
+        torch.manual_seed(0)
+        parts = {"first": nn.Linear(8, 8), "last": nn.Linear(8, 8)}
+        if block == "linear":
+            parts["block"] = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        else:
+            parts["block"] = FunctionModule(lambda _, x: (x @ x.mT).softmax(-1) @ x)
+        model = FunctionModule(lambda m, x: m.last(run(m.block, m.first(x))), **parts)
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 5, 8)
+
+        def step(_):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return sensitivity(
+            model, step, optimizer, windows=1, steps=4, seeds=(0,), estimate=False
+        )
+
+    plain = measured(lambda block, x: block(x))
+    checkpointed = measured(partial(checkpoint, use_reentrant=use_reentrant))
+    assert checkpointed.groups == plain.groups
+    assert checkpointed.macs == plain.macs
 
 
 def estimated(model, rates, x):
