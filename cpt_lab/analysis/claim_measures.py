@@ -227,14 +227,16 @@ def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def _deficit_slope(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Yield the rank correlation, by seed, of a window's cost with the gain of clean training during that window.
 
-    The gain of training before its first evaluation is unknown.
+    The gain of training before its first evaluation is unknown. Seeds whose clean training did not finish have no
+    learning curve, and are left out.
     """
     for group in run_groups.deficit_groups(runs):
         name = metric_of(group)
         inner = _inner_windows(critical_periods.deficits(group))
         for recipe, windows in inner.groupby("recipe"):
             recipe_runs = group[group["recipe"] == recipe]
-            clean = recipe_runs[recipe_runs["stop"] == 0].set_index("seed")
+            is_clean = (recipe_runs["stop"] == 0) & (recipe_runs["status"] == "ok")
+            clean = recipe_runs[is_clean].set_index("seed")
             gains = {}
             for seed, evaluations in clean["evaluations"].items():
                 steps = [evaluation["step"] for evaluation in evaluations]

@@ -7,7 +7,7 @@ import pytest
 from cpt_lab.analysis import claims, run_table
 from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs, grids
-from tests.analysis.synthetic import by_arm, lost, rows_of
+from tests.analysis.synthetic import DIVERGED_EVALUATION, by_arm, lost, rows_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -338,6 +338,33 @@ def test_claim_verdicts_follow_known_effects(kind, golden):
     for title, rows, names in kind():
         text += f"=== {title}\n{entries_text(table(rows), names)}\n"
     golden(f"claims/{kind.__name__}.txt", text)
+
+
+@pytest.mark.parametrize("lost_seeds", [(1,), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("status", "error", "evaluations"),
+    [
+        ("failed", "MemoryError: no memory", []),
+        ("failed", "ValueError: in the model", []),
+        ("diverged", "", []),
+        ("diverged", "", [DIVERGED_EVALUATION]),
+    ],
+)
+def test_deficit_slope_omits_seeds_without_clean_run(
+    status, error, evaluations, lost_seeds
+):
+    changed = []
+    for row in deficits_as_training_gains(1):
+        spec = row["spec"]
+        if not spec["schedule"]["windows"] and spec["seed"] in lost_seeds:
+            row = {**row, "status": status, "error": error, "metrics": []}
+            row["evaluations"] = evaluations
+        changed.append(row)
+    (entry,) = claims.judge_claims(table(changed), ["deficit_slope"])
+    ((effect, _),) = entry.effects
+    assert effect.n == 3 - len(lost_seeds)
+    if effect.n:
+        assert effect.interval[0] == pytest.approx(1)
 
 
 def test_preregistered_runs_count_for_two_claims(golden):
