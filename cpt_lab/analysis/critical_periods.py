@@ -57,8 +57,8 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     Returns:
         Columns: experiment ("length": low steps at the start make training longer; "window": they lie within a fixed
         length), arm, recipe (as in ``runs``), place ("none", "start", "inside", "end"), start, stop, total (steps);
-        mean, std, n and how many of them diverged; difference to the control with low and high (95 %, paired), worse
-        (seeds below the control); paper_arm, the name in the paper's table 1.
+        mean, std, n and how many of them diverged; difference to the control with low and high (95 %, paired), pairs
+        (seeds that were compared), worse (seeds below the control); paper_arm, the name in the paper's table 1.
 
     Paper: section 5, figure 8, table 1.
     """
@@ -154,6 +154,7 @@ def _compare_with_control(
         "difference": mean,
         "low": low,
         "high": high,
+        "pairs": len(difference),
         "worse": int(is_worse.sum()),
     }
 
@@ -212,15 +213,16 @@ def minus_no_deficit(runs: pd.DataFrame) -> pd.DataFrame:
     metric = metric_of(runs)
     better = metric_named(metric).better
     arms = deficits(runs)
-    columns = ["difference", "low", "high", "worse"]
+    columns = ["difference", "low", "high", "pairs", "worse"]
     for arm in arms.itertuples():
         normal = _no_deficit(arms, arm.experiment)
         if arm.place == "none" or normal is None:
-            arms.loc[arm.Index, columns] = [np.nan, np.nan, np.nan, 0]
+            arms.loc[arm.Index, columns] = [np.nan, np.nan, np.nan, 0, 0]
             continue
         difference = paired(_arm(runs, arm), _arm(runs, normal), metric)
         arms.loc[arm.Index, columns] = [
             *interval(difference),
+            len(difference),
             int((better * difference < 0).sum()),
         ]
     return arms
@@ -358,7 +360,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     metric = replace(metric_named(name), factor=1.0)  # table 1 is in printed units
     worse = []
     for arm in differences.itertuples():
-        worse.append("" if arm.place == "none" else f"{arm.worse} of {arm.n}")
+        worse.append("" if arm.place == "none" else f"{arm.worse} of {arm.pairs}")
     cells = {
         "low precision": arms.arm,
         "experiment": arms.experiment,
@@ -378,7 +380,7 @@ def finding(runs: pd.DataFrame) -> str:
 
     It compares the longest deficit at the start with its control, or with "no deficit" if arms have no controls; and
     the earliest window with the latest one that leaves time after it. An effect is significant when its 95 % interval
-    over seeds excludes 0. With fewer than ``MIN_SEEDS`` seeds no comparison is made.
+    over seeds excludes 0. With fewer than ``MIN_SEEDS`` common seeds no comparison is made.
     """
     arms, control = compare_deficits(runs)
     parts = list(
@@ -395,8 +397,8 @@ def _start_finding(runs: pd.DataFrame, arms: pd.DataFrame, control: str) -> str:
     if not is_start.any():
         return ""
     longest = arms[is_start].sort_values("stop").iloc[-1]
-    if longest["n"] < MIN_SEEDS:
-        return f"{plural(int(longest['n']), 'seed')}: no comparison"
+    if longest["pairs"] < MIN_SEEDS:
+        return f"{plural(int(longest['pairs']), 'seed')}: no comparison"
 
     metric = metric_named(metric_of(runs))
     better_low, better_high = sorted(

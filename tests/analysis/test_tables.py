@@ -582,6 +582,37 @@ def test_table_1_lists_every_paper_number(dataset, arms):
     assert critical_periods.table_1(demo_runs).paper.isna().all()
 
 
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+@pytest.mark.parametrize("has_controls", [True, False])
+def test_deficits_of_few_pairs_are_not_compared(has_controls, pairs):
+    """Keep all seeds of the longest deficit, and few of the training that it is compared with."""
+    if has_controls:
+        specs = designs.deficit_length("demo", "digits", seeds=range(4))
+        runs = runs_of(specs, harm)
+        longest = max(runs["total_steps"])
+    else:
+        runs = uncontrolled(early_is_worse)
+        longest = min(runs["total_steps"])
+    is_baseline = (runs["stop"] == 0) & (runs["total_steps"] == longest)
+    is_lost = is_baseline & (runs["seed"] >= pairs)
+    runs.loc[is_lost, "accuracy"] = float("nan")
+
+    start_finding = critical_periods.finding(runs).partition(";")[0]
+    assert (
+        start_finding
+        == {
+            0: "0 seeds: no comparison",
+            1: "1 seed: no comparison",
+            2: "2 seeds: no comparison",
+        }[pairs]
+    )
+    arms, _ = critical_periods.compare_deficits(runs)
+    last = arms[(arms.experiment == "length") & (arms.place == "start")].iloc[-1]
+    assert (last.n, last.pairs) == (4, pairs)
+    summary = critical_periods.summary(runs).set_index(["experiment", "low precision"])
+    assert summary.loc[("length", last.arm), "worse"] == f"{pairs} of {pairs}"
+
+
 def test_deficits_reject_unrelated_rows():
     rows = by_seed(designs.deficit_scan("demo", "digits", seeds=[0]), harm)
     other = by_seed(demo(schedules=["CR"], static_bits=[], seeds=[0]), lambda s: 0.9)
