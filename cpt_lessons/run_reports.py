@@ -13,7 +13,7 @@ from cpt_lab.analysis.metrics import metric_named, metric_of, plural
 from cpt_lab.analysis.quality_cost import paired_difference
 from cpt_lab.analysis.rendering import NotebookTable
 from cpt_lab.analysis.run_groups import AGGREGATION_NAMES, at_q_max
-from cpt_lab.analysis.run_table import _recipe_key as recipe_key
+from cpt_lab.analysis.run_table import recipe_key
 from cpt_lab.experiments.registry import recipe
 from cpt_lessons.exercises import compare, in_band
 

@@ -12,7 +12,7 @@ from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis import baselines
 from cpt_lab.analysis.metrics import plural
 from cpt_lab.analysis.run_groups import AGGREGATION_NAMES, title_of
-from cpt_lab.analysis.run_table import _recipe_key as recipe_key
+from cpt_lab.analysis.run_table import recipe_key
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.schema import Recipe
 

@@ -149,7 +149,7 @@ def _keep_main_data(rows: list[ResultRow]) -> list[ResultRow]:
     recipes: dict[str, list[ResultRow]] = defaultdict(list)
     for row in rows:
         if row.get("data_checksum"):
-            recipes[_recipe_key(row["spec"]["recipe"])].append(row)
+            recipes[recipe_key(row["spec"]["recipe"])].append(row)
     left_out: set[int] = set()
     for recipe_rows in recipes.values():
         newest_first = sorted(
@@ -272,7 +272,7 @@ def _with_further_columns(tabulate: Any) -> Any:
                 for recipe in recipes
             ],
             "recipe_but_decay": [
-                _recipe_key(recipe, *DECAY_FIELDS) for recipe in recipes
+                recipe_key(recipe, *DECAY_FIELDS) for recipe in recipes
             ],
         }
         for name, values in columns.items():
@@ -438,7 +438,7 @@ def _place(store: Path) -> str:
     return "/".join(store.parts[-2:])
 
 
-def _recipe_key(recipe: dict[str, Any], *but: str) -> str:
+def recipe_key(recipe: dict[str, Any], *but: str) -> str:
     """Return a short name of a recipe without some fields.
 
     Recipes that differ only in a learning rate to be chosen have the same name.
@@ -452,7 +452,7 @@ def _recipe_text(recipe: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=8192)  # thousands of runs share a few recipes
 def _recipe_text_key(text: str, *but: str) -> str:
-    """Return the ``_recipe_key`` of a recipe from its ``_recipe_text``."""
+    """Return the ``recipe_key`` of a recipe from its ``_recipe_text``."""
     recipe = json.loads(text)
     left_out = {*but, "lr"} if len(recipe.get("learning_rates", ())) > 1 else set(but)
     fields = {name: value for name, value in recipe.items() if name not in left_out}
