@@ -50,8 +50,6 @@ def test_study_folders_have_known_grids():
 
 # studies whose runs are not complete
 RUNNING: set[str] = set()
-# studies whose extended grids are not complete
-EXTENDED_RUNNING = {"h7", "h10"}
 
 
 def store_of(name):
@@ -68,8 +66,7 @@ def known_specs(name):
     try:
         return grids.grid_specs(name)
     except NotMeasuredError:
-        running = EXTENDED_RUNNING if name in EXTENDED else RUNNING
-        assert store_of(name) in running
+        assert store_of(name) in RUNNING
         return None
 
 
@@ -99,7 +96,7 @@ def test_study_runs_equal_stored_runs(study):
     keys = {s.key for specs in asked.values() for s in specs}
     stored_keys = list(stored(study)["key"]) if is_stored(study) else []
     assert len(stored_keys) == len(set(stored_keys))
-    if study.partition("-")[0] in RUNNING | EXTENDED_RUNNING:
+    if study.partition("-")[0] in RUNNING:
         assert set(stored_keys) <= keys
     else:
         assert set(stored_keys) == keys
