@@ -44,7 +44,7 @@ from cpt_lab.studies.h11 import outcome as h11
 from cpt_lab.studies.h12 import outcome as h12
 from cpt_lab.studies.h13 import outcome as h13
 from cpt_lab.studies.tuned import FULL_BITS_ARM
-from cpt_lab.studies.tuned_outcome import compare_rate_grids
+from cpt_lab.studies.tuned_outcome import compare_rate_grids, complete
 
 PAGES = ROOT / "docs" / "reproducing"
 # page -> pattern of the ids and tasks of its claims and of its places in the code; the first page that matches counts
@@ -141,6 +141,12 @@ def pages() -> dict[Path, str]:
             name: compare_rate_grids(study.answers(runs), study.extended_answers(runs))
             for name, study in (("h7", h7), ("h10", h10))
         },
+        extended_gains={
+            # task and effects, without the columns of the training, as above
+            name: study.gains(complete(study.EXTENDED_STUDY, runs)[0]).iloc[:, :4]
+            for name, study in (("h7", h7), ("h10", h10))
+        },
+        extended_studies={"h7": h7.EXTENDED_STUDY, "h10": h10.EXTENDED_STUDY},
         recipe_gains=h13.gains(by_recipe),
         recipe_switches=h13.comparisons(by_recipe),
         spending=h7.gains(spending).assign(n=_num_seeds(spending)),
