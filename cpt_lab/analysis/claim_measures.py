@@ -282,9 +282,15 @@ def _deficit_short(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Yield the cost of the longest deficit at the start under one learning-rate decay minus that under another.
 
-    The cost is the loss against training of equal length. All pairs of decays have to agree.
+    The cost is the loss against training of equal length. All pairs of decays of an experiment have to agree; decays
+    that the model has in other experiments alone, such as at other learning rates, are named.
     """
-    for group in deficit_dates.dated_groups(runs):
+    groups = deficit_dates.dated_groups(runs)
+    for group in groups:
+        missing = deficit_dates.decays_of_other_experiments(group, groups)
+        note = (
+            f" (not with {', '.join(missing)}, an experiment apart)" if missing else ""
+        )
         effects = []
         for pair in deficit_dates.start_differences(deficit_dates.costs(group)):
             decays = [pair.first_decay, pair.second_decay]
@@ -295,7 +301,7 @@ def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
             ]
             comparison = (
                 f"cost of a deficit of {pair.stop} of {pair.total} steps, "
-                f"{' minus '.join(decays)} learning rate"
+                f"{' minus '.join(decays)} learning rate{note}"
             )
             effects.append(effect_of(compared_runs, pair.differences, comparison))
         if effects:

@@ -13,7 +13,7 @@ them. The measures of claims use ``costs`` and ``slopes`` too.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,14 @@ def decay_name(task: str, lr_rule: str, milestones: str) -> str:
     return {"graph": "cosine", "entailment": "linear"}.get(task, "constant")
 
 
+def decay_kind(decay: str) -> str:
+    """Return the kind of a decay, such as "step" of "step at 67 and 83 %".
+
+    Two step decays may be one, counted from the start of training and from the end of a deficit.
+    """
+    return decay.partition(" at ")[0]
+
+
 def with_decay(runs: pd.DataFrame) -> pd.DataFrame:
     """Return runs with a column ``decay``."""
     columns = runs[["task", "lr_rule", "milestones"]].itertuples(index=False, name=None)
@@ -81,6 +89,25 @@ def dated_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     columns.append(is_preregistered.rename("is_preregistered"))
     parts = [part for _, part in deficit_runs.groupby(columns, sort=False)]
     return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")
+
+
+def decays_of_other_experiments(
+    group: pd.DataFrame, groups: Iterable[pd.DataFrame]
+) -> list[str]:
+    """Return decays that a model has in other experiments alone, such as at other learning rates.
+
+    Args:
+        group: a deficit experiment of ``dated_groups``.
+        groups: all of them.
+    """
+    columns = ["task", "dataset", "model", "preset", "scale", "q_min", "q_max"]
+    first = group.iloc[0]
+    own_kinds = {decay_kind(decay) for decay in group["decay"]}
+    missing: set[str] = set()
+    for other in groups:
+        if other.iloc[0][columns].equals(first[columns]):
+            missing |= {d for d in other["decay"] if decay_kind(d) not in own_kinds}
+    return ordered(pd.Series(list(missing), dtype="string"))
 
 
 def costs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -154,9 +181,11 @@ class StartDifference(NamedTuple):
 
 
 def start_differences(deficit_costs: pd.DataFrame) -> Iterator[StartDifference]:
-    """Yield the cost difference of every two decays, for the longest deficit at the start that both have."""
+    """Yield the cost difference of every two kinds of decay, for the longest deficit at the start that both have."""
     at_start = deficit_costs[deficit_costs["start"] == 0]
     for decays in itertools.combinations(ordered(at_start["decay"]), 2):
+        if decay_kind(decays[0]) == decay_kind(decays[1]):
+            continue
         by_deficit = []
         for decay in decays:
             decay_costs = at_start[at_start["decay"] == decay]

@@ -157,12 +157,8 @@ DIRECTIONS = {
         (0.0, 0.02),
     ),
     "deficit_decay": (
-        lambda: [
-            spec
-            for milestones in ((0.5, 0.75), (0.3, 0.6))
-            for spec in deficit_length(deficit_lengths=[100], milestones=milestones)
-        ],
-        lambda s: s.schedule.windows and s.recipe.milestones[0] < 0.5,
+        lambda: deficit_length(deficit_lengths=[100], decay=["step", "cosine"]),
+        lambda s: s.schedule.windows and s.recipe.lr_rule != "cosine",
         (0.0, -0.1),
     ),
     "gradients_stabilize": (
@@ -204,10 +200,7 @@ def directions():
             )
             yield f"{claim}: effect {gap:+}", rows, [claim]
         usual = [
-            s
-            for s in specs
-            if claim != "deficit_decay"
-            or s.recipe.milestones == specs[0].recipe.milestones
+            s for s in specs if claim != "deficit_decay" or s.recipe.lr_rule == "cosine"
         ]
         without = [s for s in usual if not has(s)]
         assert 0 < len(without) < len(specs)

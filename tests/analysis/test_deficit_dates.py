@@ -8,6 +8,8 @@ import pytest
 from helpers import refused
 
 from cpt_lab.analysis import deficit_dates, run_table
+from cpt_lab.analysis.claim_measures import MEASURES
+from cpt_lab.analysis.claims import claims
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.grids import grid_specs
 from tests.analysis.synthetic import figure_text, rows_of, runs_of, text_of
@@ -80,6 +82,64 @@ def test_outcome_rejects_runs_of_fixed_length():
     runs = runs_of(designs.deficit_scan("demo", "digits", seeds=range(3)))
     message = "expected one experiment with deficits at 3 dates or more, got 0"
     refused(message, deficit_dates.outcome, runs)
+
+
+def deficits_at_start(**changes):
+    """Return runs with a deficit at the start of training, in both designs of figure 8."""
+    specs = designs.deficit_scan(
+        "demo",
+        "digits",
+        deficit_lengths=[200],
+        deficit_starts=[0],
+        seeds=range(3),
+        **changes,
+    )
+    return runs_of(specs, lambda spec: 0.9 - 0.1 * bool(spec.schedule.windows))
+
+
+def decay_effects(runs):
+    """Return the comparisons of the claim that the decay does not matter."""
+    (claim,) = [claim for claim in claims() if claim.id == "deficit_decay"]
+    return [
+        [part.comparison.partition("steps, ")[2] for part in (e, *e.other_controls)]
+        for e in MEASURES["deficit_decay"](runs, claim)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decay", "compared"),
+    [
+        (["step"], []),
+        (["recipe", "step"], []),
+        (
+            ["step", "constant"],
+            [
+                [
+                    "step at 67 and 83 % minus constant learning rate",
+                    "step minus constant learning rate",
+                ]
+            ],
+        ),
+        (["cosine", "constant"], [["cosine minus constant learning rate"]]),
+    ],
+    ids=str,
+)
+def test_deficit_decay_compares_kinds_of_decay(decay, compared):
+    """One step decay, counted from the end of a deficit or from the start, is not two decays."""
+    assert decay_effects(deficits_at_start(decay=decay)) == compared
+
+
+def test_deficit_decay_names_decays_of_other_experiments():
+    tuned = deficits_at_start(decay=["constant"], learning_rate=0.08)
+    other_bits = deficits_at_start(decay=["constant"], deficit_bits=3)
+    runs = deficits_at_start(decay=["cosine", "step"])
+    (unnamed,) = decay_effects(pd.concat([runs, other_bits]))
+    (named,) = decay_effects(pd.concat([runs, other_bits, tuned]))
+    assert not any("not with" in comparison for comparison in unnamed)
+    assert named == [
+        f"{comparison} (not with constant, an experiment apart)"
+        for comparison in unnamed
+    ]
 
 
 def test_dated_groups_separate_preregistered_runs(h3_runs):
