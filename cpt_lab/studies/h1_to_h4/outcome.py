@@ -180,7 +180,10 @@ def _covariates() -> np.ndarray:
 
 
 def _noise(*frames: pd.DataFrame) -> Answer:
-    """Return whether noisier schedules are worse at one cost."""
+    """Return whether noisier schedules are worse at one cost.
+
+    Two slopes that stand and have two signs are mixed, as the notes of the preregistration say.
+    """
     x, primary, secondary = _covariates(), [], []
     for frame, task in zip(frames, ("Facebook", "characters"), strict=True):
         unit, y = frame["unit"].iloc[0], seeds_by_arms(frame).to_numpy()
