@@ -218,6 +218,8 @@ class DateOutcome(NamedTuple):
 def outcome(runs: pd.DataFrame) -> DateOutcome:
     """Return the effects of the runs of one experiment, such as ``run_table.committed("h3")``.
 
+    All are of deficits of one length with equal steps after them; of several such the first counts.
+
     Raises:
         ValueError: for runs that are not one experiment with deficits at three dates or more.
     """
@@ -235,8 +237,15 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
     def estimate(description: str, values: pd.Series) -> Estimate:
         return Estimate(description, unit, factor * values.to_numpy(dtype=float))
 
+    _, first = next(at_equal_recovery(deficit_costs))
+    recovery_steps = int(first["recovery"].iloc[0])
+    deficit_steps = int((first["stop"] - first["start"]).iloc[0])
+    is_compared = deficit_costs["recovery"] == recovery_steps
+    is_compared &= deficit_costs["stop"] - deficit_costs["start"] == deficit_steps
+    parts_by_decay = dict(at_equal_recovery(deficit_costs[is_compared]))
+
     losses, slope_by_decay, fitted = {}, {}, {}
-    for decay, part in at_equal_recovery(deficit_costs):
+    for decay, part in parts_by_decay.items():
         fitted[decay] = slopes(part)
         description = f"loss, latest minus earliest, {decay} learning rate"
         slope_by_decay[decay] = estimate(description, fitted[decay])
@@ -245,7 +254,7 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
             losses[decay, int(start)] = estimate(description, at_date["cost"])
 
     differences = {}
-    for pair in start_differences(deficit_costs):
+    for pair in start_differences(pd.concat(parts_by_decay.values())):
         decays = pair.first_decay, pair.second_decay
         description = f"loss of the deficit [0, {pair.stop}), {' minus '.join(decays)}"
         differences[decays] = estimate(description, pair.differences)
@@ -263,15 +272,14 @@ def outcome(runs: pd.DataFrame) -> DateOutcome:
         control_quality[decay] = baselines.quality_text(
             controls[controls["decay"] == decay]
         )
-    _, first = next(at_equal_recovery(deficit_costs))
     return DateOutcome(
         losses,
         slope_by_decay,
         differences,
         slope_differences,
         control_quality,
-        deficit_steps=int((first["stop"] - first["start"]).iloc[0]),
-        recovery_steps=int(first["recovery"].iloc[0]),
+        deficit_steps=deficit_steps,
+        recovery_steps=recovery_steps,
     )
 
 

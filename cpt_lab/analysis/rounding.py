@@ -32,10 +32,10 @@ STATISTIC_LABELS = {
     "underflow": "share that became 0",
     "levels_used": "share of levels used",
 }
-# rule of thumb for gradients: smallest value of a statistic
+# rule of thumb for gradients: smallest value of a statistic, and its label
 MIN_FOR_GRADIENTS = {
-    "gradient_to_noise": np.sqrt(3),
-    "snr_db": 10 * np.log10(3),
+    "gradient_to_noise": (np.sqrt(3), r"$\sqrt{3}$"),
+    "snr_db": (10 * np.log10(3), "4.8 dB"),
 }
 
 
@@ -82,7 +82,7 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
             levels = rows.groupby("step")["level"].median()
             lower.step(steps, levels, where="post", color=color, linewidth=1.6)
         if statistic in MIN_FOR_GRADIENTS:
-            _draw_gradient_limit(upper, MIN_FOR_GRADIENTS[statistic])
+            _draw_gradient_limit(upper, *MIN_FOR_GRADIENTS[statistic])
         if statistic in ("relative_error", "gradient_to_noise"):
             upper.set_yscale("log")
         upper.set_ylabel(STATISTIC_LABELS[statistic])
@@ -93,11 +93,11 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
     return figure
 
 
-def _draw_gradient_limit(ax: Axes, limit: float) -> None:
+def _draw_gradient_limit(ax: Axes, limit: float, label: str) -> None:
     """Draw the rule-of-thumb limit for gradients as a dashed line with its label."""
     ax.axhline(limit, color="#666666", linewidth=1, linestyle="--")
     ax.annotate(
-        r"$\sqrt{3}$, for gradients",
+        f"{label}, for gradients",
         (1, limit),
         xycoords=("axes fraction", "data"),
         ha="right",

@@ -142,6 +142,38 @@ def test_deficit_decay_names_decays_of_other_experiments():
     ]
 
 
+def test_outcome_compares_deficits_of_equal_recovery():
+    """H12 also has a deficit at the start of a longer training, which has more time to recover."""
+    specs = [s for s in grid_specs("h12/digits") if s.seed < 603]
+    specs = [s for s in specs if s.recipe.lr_rule != "constant"]
+    longest = max(s.recipe.steps for s in specs if s.schedule.windows == ((0, 150),))
+
+    def value(spec):
+        if not spec.schedule.windows:
+            return 0.9
+        if spec.recipe.steps == longest and spec.recipe.lr_rule == "cosine":
+            return 0.7
+        return 0.88 if spec.recipe.lr_rule == "cosine" else 0.87
+
+    found = deficit_dates.outcome(runs_of(specs, value))
+    assert (found.deficit_steps, found.recovery_steps) == (150, 300)
+    (effect,) = found.differences.values()
+    assert effect.mean == pytest.approx(1.0)
+    (header,) = [
+        name for name in deficit_dates.difference_table(found) if "loss" in name
+    ]
+    assert header == "loss of the deficit [0, 150) [95 %]"
+
+
+def test_outcome_leaves_out_decay_of_fewer_dates(h3_runs):
+    is_late = h3_runs["start"] > 0
+    one_date = h3_runs[~(is_late & (h3_runs["lr_rule"] == "constant"))]
+    found = deficit_dates.outcome(one_date)
+    assert list(found.slopes) == ["step", "cosine"]
+    assert list(found.differences) == [("step", "cosine")]
+    assert len(deficit_dates.difference_table(found)) == 1
+
+
 def test_dated_groups_separate_preregistered_runs(h3_runs):
     others = h3_runs.assign(key="other " + h3_runs["key"])
     found = deficit_dates.dated_groups(pd.concat([h3_runs, others]))

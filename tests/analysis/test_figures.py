@@ -193,9 +193,14 @@ def test_error_figure_draws_every_statistic(recording, statistic):
     lines = lines_of(figure)
     rules = [line for line in lines.values() if line.get_linestyle() == "--"]
     assert len(rules) == (statistic in ("snr_db", "gradient_to_noise"))
+    labels = [text.get_text() for text in figure.axes[0].texts]
     if statistic == "gradient_to_noise":
         assert rules[0].get_ydata()[0] == pytest.approx(3**0.5)
+        assert labels == [r"$\sqrt{3}$, for gradients"]
         assert "weight" not in lines
+    if statistic == "snr_db":
+        assert rules[0].get_ydata()[0] == pytest.approx(4.77, abs=0.01)
+        assert labels == ["4.8 dB, for gradients"]
 
 
 def test_error_figure_rejects_missing_statistic(recording):
