@@ -91,7 +91,8 @@ def try_precision(
             float32 reaches.
         cycles: of a schedule.
         store: a file of JSON lines; trainings that it holds are not repeated, so that an interrupted search continues.
-            It knows weights, rates, steps and ``config``: take another file when the data or ``evaluate`` change.
+            It knows the model, the quantised layers, the optimizer, ``stateful``, torch's random numbers and ``steps``,
+            as they are at the start: take another file when the data, ``train_step`` or ``evaluate`` change.
         stateful: objects that every training begins with as they are now, such as LR schedulers: with ``state_dict``
             and ``load_state_dict``.
         config: ``QuantConfig``, or the name of a recipe, for a model that is not converted yet.
@@ -121,8 +122,9 @@ def try_precision(
         weights = sum(float(p.detach().double().sum()) for p in model.parameters())
         rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
         description = (
-            f"{title}, {steps} steps, {cycles} cycles, rate {rates}, "
-            f"weights that sum to {weights:.9g}, {config=}"
+            f"{title}, {steps} steps, {cycles} cycles, {type(optimizer).__name__} with rate {rates}, "
+            f"weights that sum to {weights:.9g}, {config=}, hash of model, quantised layers, optimizer, stateful and "
+            f"random numbers of torch: {training.start_digest()}"
         )
         trainer = _ArmTrainer(training, evaluate, steps, path, description)
         answer = run_precision_search(

@@ -5,6 +5,7 @@ at other bits; ``restartable_trainings`` converts a model for such trainings and
 """
 
 import copy
+import hashlib
 import math
 import random as python_random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from cpt_core.numerics import NUMERICS
 from cpt_core.quantization.convert import (
     QuantConfig,
     all_precisions,
@@ -151,6 +153,37 @@ class RestartableTraining:
             )
         )
 
+    def start_digest(self) -> str:
+        """Return a hash of everything that decides the trainings, except for the user's functions and data.
+
+        It covers the state of the start, the optimizer's class, and the settings of all quantised layers. Of the random
+        numbers it covers torch's: others differ in every process that sets no seed.
+        """
+        layers = {}
+        for name, layer in self.precisions.items():
+            quantizers = {role: str(q) for role, q in layer.quantizers.items()}
+            layers[name] = {
+                "kind": layer.kind,
+                "key": layer.key,
+                "execution": layer.execution,
+                "has_bias_correction": layer.has_bias_correction,
+                "quantizers": quantizers,
+                "ladders": layer.grids.to_dict(),
+            }
+        content = {
+            "numerics": NUMERICS,
+            "layers": layers,
+            "optimizer class": type(self.optimizer).__name__,
+            "modes": [training for _, training in self.modes],
+            "requires_grad": [requires_grad for _, requires_grad in self.parameters],
+            "buffers": [value for _, value in self.buffer_values],
+            **self.start._asdict(),
+            "random": [self.start.random.torch, self.start.random.cuda],
+        }
+        digest = hashlib.sha256()
+        _update_digest(digest, content)
+        return digest.hexdigest()[:16]
+
     def reset(self) -> None:
         """Restore the state before the first training.
 
@@ -245,6 +278,29 @@ class RestartableTraining:
                 "name the LR scheduler in stateful=, so that every training begins with it anew, or set the rate by "
                 "how many steps a training has made, not by the number of the batch or by the loss"
             )
+
+
+def _update_digest(digest: Any, value: Any) -> None:
+    """Add nested values and tensors to a hash; of objects of other classes it covers the class."""
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        is_plain = type(value) in (torch.Tensor, nn.Parameter)
+        if is_plain and value.layout == torch.strided and not value.is_meta:
+            flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+            digest.update(flat.contiguous().view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping of {len(value)}".encode())
+        for name, item in value.items():
+            digest.update(repr(name).encode())
+            _update_digest(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"list of {len(value)}".encode())
+        for item in value:
+            _update_digest(digest, item)
+    elif isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        digest.update(repr(value).encode())
+    else:
+        digest.update(type(value).__qualname__.encode())
 
 
 def restartable_trainings(

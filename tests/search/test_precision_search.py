@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from scipy import stats
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core.quantization.convert import quantize_
 from cpt_extras.search.precision_search import try_precision
 from cpt_extras.search.search_loop import run_precision_search
 from cpt_extras.search.search_result import (
@@ -296,6 +298,77 @@ def test_try_precision_resumes_store(tmp_path):
     model, train_step, optimizer, _ = training_problem(seed=5)
     message = r"try.jsonl holds trainings of 'Sequential, 16 steps.* take another file"
     refused(message, try_precision, model, train_step, optimizer, evaluate, **options)
+
+
+@pytest.fixture(scope="module")
+def stored_search(tmp_path_factory):
+    """Return the path of a store, and a function that searches with it after a change of model and optimizer."""
+    path = tmp_path_factory.mktemp("store") / "try.jsonl"
+
+    def search(config=None, change=lambda model, optimizer: None, **options):
+        given, seen = problem()
+        quantize_(given[0], config)
+        replacement = change(given[0], given[2])
+        optimizer = given[2] if replacement is None else replacement
+        options = {**OPTIONS, "steps": 16, "store": path, **options}
+        try_precision(*given[:2], optimizer, given[3], **options)
+        return len(seen)
+
+    assert search() == 16 * 12
+    return search
+
+
+def set_option(optimizer, **options):
+    optimizer.param_groups[0].update(options)
+
+
+def set_buffer(model):
+    model[1].running_mean += 1
+
+
+def fill_momentum(model, optimizer):
+    """Make momentum of a step that changed no weight."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model.load_state_dict(weights, strict=False)
+
+
+def seed_other_generators(model, optimizer):
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": cpt.QuantConfig(float32=("0",))},
+        {"config": cpt.QuantConfig().with_zero_points()},
+        {"config": cpt.QuantConfig().with_shared_steps()},
+        {"config": cpt.QuantConfig(running_start="zero")},
+        {"config": cpt.QuantConfig(seed=1)},
+        {"config": cpt.QuantConfig(execution="integer")},
+        {"change": lambda model, _: torch.optim.Adam(model.parameters(), lr=0.2)},
+        {"change": lambda _, optimizer: set_option(optimizer, momentum=0.5)},
+        {"change": lambda _, optimizer: set_option(optimizer, weight_decay=0.1)},
+        {"change": lambda model, _: set_buffer(model)},
+        {"change": lambda model, _: model[0].requires_grad_(False) and None},
+        {"change": lambda model, _: model[1].eval() and None},
+        {"change": lambda *_: torch.manual_seed(5) and None},
+        {"change": fill_momentum},
+        {"stateful": [torch.nn.BatchNorm1d(2)]},
+        {"cycles": 2},
+    ],
+)
+def test_try_precision_refuses_store_of_other_training(stored_search, change):
+    message = "try.jsonl holds trainings of 'Sequential, 16 steps.* take another file"
+    refused(message, stored_search, **change)
+
+
+def test_try_precision_reads_store_of_equal_training(stored_search):
+    """Repeat no training, whatever the random numbers that torch does not draw."""
+    assert stored_search(change=seed_other_generators) == 0
 
 
 @pytest.mark.parametrize(
