@@ -95,12 +95,13 @@ def try_precision(
             as they are at the start: take another file when the data, ``train_step`` or ``evaluate`` change.
         stateful: objects that every training begins with as they are now, such as LR schedulers: with ``state_dict``
             and ``load_state_dict``.
-        config: ``QuantConfig``, or the name of a recipe, for a model that is not converted yet.
+        config: of ``quantize_``, for a model that is not converted yet; None quantises all layers. Like a model that is
+            converted already, it must have no ladder of number formats.
         progress: show a progress bar; None shows it in a terminal or a notebook only.
 
     Raises:
-        ValueError: for wrong values, before anything is trained; when training diverges in float32; when two seeds are
-            the same training; for a store of another training.
+        ValueError: for wrong values and ladders, before anything is trained; when training diverges in float32; when
+            two seeds are the same training; for a store of another training.
     """
     if not callable(evaluate):
         raise ValueError(
@@ -119,6 +120,7 @@ def try_precision(
         if isinstance(model, nn.Module) and is_converted(model):
             conversion = "# the model is quantised already"
         training, _ = next(trainings)
+        _check_grids(training)
         weights = sum(float(p.detach().double().sum()) for p in model.parameters())
         rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
         description = (
@@ -138,6 +140,16 @@ def try_precision(
             progress=progress,
         )
     return replace(answer, conversion=conversion)
+
+
+def _check_grids(training: RestartableTraining) -> None:
+    """Raise ValueError for a layer with a ladder of number formats, whose levels have other costs than bits."""
+    for name, layer in training.precisions.items():
+        if layer.grids.to_dict():  # {} for the paper's grids
+            raise ValueError(
+                f"layer {name!r} has a ladder of number formats, and try_precision compares the cost of bits: convert "
+                "the model without ladder=, or compare levels of the ladder with cpt.search.precision_range_test"
+            )
 
 
 def _check_store(store: Any) -> Path | None:

@@ -253,6 +253,7 @@ def test_difference_verdict_and_text(values, verdict, text):
 
 
 # --- a user's model ---------------------------------------------------------------------------------------------------
+AFFINE_VALUES = {"weight": None, "activation": None}  # roles of a ladder
 OPTIONS = {"steps": 8, "seeds": 1, "cycles": 1, "progress": False}
 
 
@@ -298,6 +299,33 @@ def test_try_precision_resumes_store(tmp_path):
     model, train_step, optimizer, _ = training_problem(seed=5)
     message = r"try.jsonl holds trainings of 'Sequential, 16 steps.* take another file"
     refused(message, try_precision, model, train_step, optimizer, evaluate, **options)
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize(
+    "ladder",
+    [
+        cpt.FormatLadder({2: "mxfp4", 6: "mxfp6_e2m3", 8: "mxfp8_e4m3"}).filled(),
+        {
+            "gradient": cpt.FormatLadder({2: "e2m1", 8: "e4m3"}).filled(),
+            **AFFINE_VALUES,
+        },
+        cpt.FormatLadder({2: "e2m1", 8: "e4m3"}),  # with holes
+    ],
+)
+def test_try_precision_rejects_ladders_before_training(ladder, is_converted):
+    model = nn.Sequential(nn.Linear(32, 32))
+    config = cpt.QuantConfig(ladder=ladder)
+    if is_converted:
+        quantize_(model, config)
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = OPTIONS if is_converted else {**OPTIONS, "config": config}
+    message = "layer '0' has a ladder of number formats.*without ladder="
+    given = model, seen.append, optimizer, lambda: 1.0
+    refused(message, try_precision, *given, **options)
+    assert seen == []
+    assert hasattr(model[0], "precision") == is_converted
 
 
 @pytest.fixture(scope="module")
