@@ -87,8 +87,9 @@ def precision_range_test(
             precision at which the loss falls, which is nearly always the lowest.
         threshold: on the share of q_max's loss reduction (0.8), in mode "continuing" on the fall of the loss since the
             precision before as a share of the loss at the start (0.05).
-        seeds: repetitions, to know the noise: the model keeps its weights and takes the batches from number
-            ``seed * dwell`` on: if these come round every ``dwell`` steps, all seeds are the same training.
+        seeds: repetitions, to know the noise: the model keeps its weights and takes other batches. A training of seed s
+            begins with batch number s * steps, where steps is ``dwell``, times the number of precisions in mode
+            "continuing". If batches come round every so many steps, all seeds are the same training.
         config: of ``quantize_``; None quantises all layers.
         progress: show a progress bar; None shows it in a terminal or a notebook only.
 
@@ -128,10 +129,10 @@ def run_range_test(
     seeds: Sequence[int] = (0, 1, 2),
     progress: bool | None = None,
 ) -> PrecisionRange:
-    """Run the range test with the trainings that ``start(q_max, seeds, dwell)`` yields.
+    """Run the range test with the trainings that ``start(q_max, seeds, batches)`` yields.
 
     Args:
-        start: yields a training and the number of its first batch, for every seed.
+        start: yields a training and the number of its first batch, for every seed; a training takes ``batches``.
         q_max: see ``precision_range_test``, as all further arguments.
         bits: precisions to try below q_max.
         dwell: optimizer steps at each precision.
@@ -162,7 +163,8 @@ def run_range_test(
     total = len(seeds) * len(all_bits) * dwell
     bar = progress_bar("range test", total=total, progress=progress)
     # closing restores the model now, whatever happens, not when the traceback of an error is deleted
-    with bar, closing(start(q_max, seeds, dwell)) as trainings:
+    batches = len(trainings_bits[0])
+    with bar, closing(start(q_max, seeds, batches)) as trainings:
         for training, first in trainings:
             losses: list[float] = []
             for training_bits in trainings_bits:

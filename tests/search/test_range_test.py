@@ -118,6 +118,18 @@ def test_range_test_repeats_batches_and_initial_weights():
     assert same.losses[0][0] == pytest.approx(same.losses[0][1], rel=0.05)
 
 
+@pytest.mark.parametrize("bits", [(4,), (2, 4, 6)])
+@pytest.mark.parametrize("mode", ["reset", "continuing"])
+def test_range_test_seeds_share_no_batches(mode, bits):
+    model, train_step, optimizer, seen = problem()
+    seeds = (0, 1, 3)
+    run(model, train_step, optimizer, mode=mode, bits=bits, seeds=seeds)
+    numbers_by_seed = np.split(np.array(seen), len(seeds))
+    batches = len(set(seen)) // len(seeds)
+    for seed, numbers in zip(seeds, numbers_by_seed, strict=True):
+        assert set(numbers) == set(range(seed * batches, (seed + 1) * batches))
+
+
 @pytest.mark.parametrize(
     ("mode", "threshold", "numbers"),
     [("reset", 0.8, [*range(8)] * 3), ("continuing", 0.05, [*range(24)])],
