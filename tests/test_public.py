@@ -15,6 +15,7 @@ from cpt_core import extensions
 from cpt_core.lazy_imports import FORMER_NAMES, defining_modules, is_top_level
 from cpt_extras.integrations import distributed
 from cpt_extras.optional_libraries import install_hint
+from cpt_extras.search.search_result import Arm, Difference
 from cpt_lab.former_names import FORMER_NAMES as FORMER_MODULES
 
 ROOT = Path(__file__).parents[1]
@@ -104,10 +105,26 @@ def test_public_former_names_warn(former, name):
     assert former not in dir(package)
 
 
-def test_public_former_attributes_warn():
-    backend = cpt.backend()
-    with pytest.warns(DeprecationWarning, match="Backend.why is now reasons"):
-        assert backend.why == backend.reasons
+ARM = Arm("4 bits", "static", 4, cpt.StaticSchedule(4, 8), 8, "float32")
+
+
+@pytest.mark.parametrize(
+    ("instance", "former", "name"),
+    [
+        (cpt.backend(), "why", "reasons"),
+        (ARM, "against", "baseline"),
+        (Difference(ARM, (1.0, 2.0), 1.0), "word", "verdict"),
+    ],
+)
+def test_public_former_attributes_warn(instance, former, name):
+    """Warn at the line of the user: Python hides deprecations of other modules."""
+    message = f"{type(instance).__name__}.{former} is now {name}"
+    with pytest.warns(DeprecationWarning, match=message) as warned:
+        assert getattr(instance, former) == getattr(instance, name)
+    assert [w.filename for w in warned] == [__file__]
+
+
+def test_public_former_function_warns():
     message = r"agreed_ranges is now .*\.synced_ranges$"
     with pytest.warns(DeprecationWarning, match=message):
         assert distributed.agreed_ranges is distributed.synced_ranges

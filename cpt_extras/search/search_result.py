@@ -7,6 +7,7 @@ are trained by ``search_loop``. This module needs no torch.
 
 import math
 import textwrap
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ class Arm(NamedTuple):
     @property
     def against(self) -> Any:
         """Former name of ``baseline``."""
-        return FormerName("against", "baseline").__get__(self)
+        warnings.warn("Arm.against is now baseline", DeprecationWarning, stacklevel=2)
+        return self.baseline
 
     @property
     def shape(self) -> str:
