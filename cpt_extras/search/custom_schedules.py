@@ -60,13 +60,21 @@ class TableSchedule(Schedule):
         object.__setattr__(self, "runs", tuple(zip(bits, steps, strict=True)))
         set_range(self, min(bits), max(bits), sum(steps))
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether two tables have equal runs, also if one was made of a function."""
+        return isinstance(other, TableSchedule) and self.runs == other.runs
+
+    def __hash__(self) -> int:
+        """Return a hash of the runs."""
+        return hash(self.runs)
+
     def values(self) -> Array:
         """Return the bits of every step as floats."""
         bits, steps = zip(*self.runs, strict=True)
         return np.repeat(np.array(bits, dtype=np.float64), steps)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, eq=False)
 class FunctionSchedule(TableSchedule):
     """Schedule of a function: ``function(u)`` gives bits before rounding, u = 0 at the first and 1 at the last step.
 

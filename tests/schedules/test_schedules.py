@@ -621,13 +621,24 @@ def test_function_schedule_warns_if_constant(function):
         FunctionSchedule(lambda u: 5, total_steps=60, argument=argument)
 
 
-def test_function_schedule_is_stored_as_table():
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda schedule: schedule,
+        lambda schedule: LayeredSchedule(((("*",), schedule, 1),)),
+        lambda schedule: RoleSchedules(weight=schedule, activation=4, gradient=5),
+    ],
+)
+def test_function_schedule_is_stored_as_table(wrap):
     schedule = FunctionSchedule(lambda u: np.sin(9 * u) * 2 + 5, total_steps=100)
-    table = written_and_read(schedule)
-    assert isinstance(table, TableSchedule)
-    of_group = written_and_read(LayeredSchedule(((("*",), schedule, 1),)))
-    for copied in (table, of_group):
-        assert copied.bits().tolist() == schedule.bits().tolist()
+    assert isinstance(written_and_read(schedule), TableSchedule)
+    stored = written_and_read(wrap(schedule))
+    assert stored.bits().tolist() == wrap(schedule).bits().tolist()
+    assert stored == wrap(schedule)
+    assert wrap(schedule) == stored
+    assert len({stored, wrap(schedule)}) == 1
+    other = FunctionSchedule(lambda u: np.sin(9 * u) * 2 + 6, total_steps=100)
+    assert stored != wrap(other)
 
 
 @pytest.mark.parametrize("bad", [NAN, 0.4, 33])
