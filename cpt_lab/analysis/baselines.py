@@ -1,7 +1,7 @@
 """Quality of the baseline, training at full bits, shown beside every difference.
 
-"Full bits" is static q_max with gradients of q_max bits; for deficits it is training without one. A difference of a
-point means something else at 35 % accuracy than at 90 %.
+"Full bits" is static q_max, for deficits training without one, with gradients of q_max bits. A difference of a point
+means something else at 35 % accuracy than at 90 %.
 
 >>> baseline_text("static 8", ["82.1 %"])
 'static 8 reaches 82.1 %'
@@ -29,11 +29,11 @@ def value_text(metric: str, value: float) -> str:
 
 
 def full_bits(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs at full bits: static q_max with gradients of q_max bits, or without a deficit."""
+    """Return the runs at full bits: static q_max, or without a deficit, with gradients of q_max bits."""
     is_static = runs["arm"] == "static " + runs["q_max"].astype("string")
     has_full_gradients = runs["q_grad"] == runs["q_max"]
     has_no_deficit = (runs["kind"] == "deficit") & (runs["stop"] == 0)
-    is_full = (is_static & has_full_gradients) | has_no_deficit
+    is_full = (is_static | has_no_deficit) & has_full_gradients
     return runs[is_full.fillna(False)]
 
 

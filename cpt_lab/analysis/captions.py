@@ -11,7 +11,7 @@ from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis import baselines
 from cpt_lab.analysis.metrics import plural
-from cpt_lab.analysis.run_groups import AGGREGATION_NAMES, title_of
+from cpt_lab.analysis.run_groups import AGGREGATION_NAMES, gradients_text, title_of
 from cpt_lab.analysis.run_table import recipe_key
 from cpt_lab.experiments.registry import recipe
 from cpt_lab.experiments.schema import Recipe
@@ -37,6 +37,7 @@ def caption(runs: pd.DataFrame, all_runs: pd.DataFrame | None = None) -> str:
     parts = [
         f"{title_of(runs)}: {training_length(runs)}",
         f"{seeds_text(runs)}, {scale} scale",
+        *filter(None, [gradients_text(runs)]),
         *_baselines(runs),
         *_early_ends(runs),
     ]

@@ -26,7 +26,7 @@ from cpt_lab.analysis.metrics import (
 )
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.run_groups import deficit_groups, with_unique_names
-from cpt_lab.analysis.statistics import interval, paired
+from cpt_lab.analysis.statistics import check_one_run_per_seed, interval, paired
 from cpt_lab.analysis.style import (
     COLORS,
     MUTED_COLOR,
@@ -77,6 +77,7 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     rows = []
     for key, family in families.items():
         total = int(family["total_steps"].iloc[0])
+        check_one_run_per_seed(family)
         control = family[family["stop"] == 0]
         is_normal = total == normal_length
         is_longer = (
@@ -139,7 +140,7 @@ def _compare_with_control(
     """Return place, mean and spread of an arm, and its paired difference to the control."""
     first = part.iloc[0]
     start, stop, total = (int(first[name]) for name in ("start", "stop", "total_steps"))
-    values = part.groupby("seed")[metric].first()
+    values = part[metric]
     difference = paired(part, control, metric) if stop else values.iloc[:0]
     mean, low, high = interval(difference)
     is_worse = metric_named(metric).better * difference < 0

@@ -86,6 +86,7 @@ def dated_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     columns = [
         deficit_runs[name] for name in ("recipe_but_decay", "preset", "q_max", "scale")
     ]
+    columns.append(run_groups.reduced_gradient_bits(deficit_runs))
     columns.append(is_preregistered.rename("is_preregistered"))
     parts = [part for _, part in deficit_runs.groupby(columns, sort=False)]
     return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")

@@ -163,8 +163,10 @@ def effect_at(
     """Make the effect of runs from a function of the test level to the interval."""
     first = runs.iloc[0]
     dataset = str(first["dataset"]).rstrip("/")
+    bits = f"{first['q_min']} to {runs['q_max'].max()} bits"
+    experiment = [run_groups.title_of(runs), bits, run_groups.gradients_text(runs)]
     return Effect(
-        f"{run_groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits",
+        ", ".join(filter(None, experiment)),
         str(first["scale"]),
         interval_at,
         n,

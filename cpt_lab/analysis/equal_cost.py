@@ -9,7 +9,7 @@ import pandas as pd
 from cpt_lab.analysis.metrics import intervals, metric_named, metric_of
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.analysis.run_groups import equal_cost_groups, with_unique_names
-from cpt_lab.analysis.statistics import interval, paired
+from cpt_lab.analysis.statistics import check_one_run_per_seed, interval, paired
 
 # largest relative difference in BitOps to RR of an arm that is compared with it
 COST_TOLERANCE = 0.05
@@ -19,7 +19,7 @@ def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     """Compare arms of equal BitOps, within ``COST_TOLERANCE``, by seed.
 
     Args:
-        runs: of one recipe, at any length of training (``designs.equal_cost``).
+        runs: of one recipe, some of them stopped early (``designs.equal_cost``).
 
     Returns:
         For each budget (RR, or RR bent to a budget) one line per arm: base, arm, spent (BitOps as a share of those of
@@ -102,6 +102,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the comparison at equal BitOps of every recipe that has one."""
     for name, group in with_unique_names(equal_cost_groups(runs)):
+        check_one_run_per_seed(group)
         try:
             arms = equal_cost(group)
         except ValueError:  # RR itself is missing

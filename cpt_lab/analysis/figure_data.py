@@ -81,12 +81,14 @@ def specs_of(runs: pd.DataFrame) -> list[RunSpec]:
 
 
 def _by_recipe(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split runs of quality against cost by recipe, preset and scale; q_max and aggregation stay together."""
+    """Split runs of quality against cost by recipe; q_max and aggregation stay together."""
     parts = run_groups.quality_cost_groups(runs)
     if not parts:
         return []
-    columns = ["recipe_but_aggregation", "preset", "scale"]
-    return [part for _, part in pd.concat(parts).groupby(columns, sort=False)]
+    pooled = pd.concat(parts)
+    columns = [pooled[name] for name in ("recipe_but_aggregation", "preset", "scale")]
+    columns.append(run_groups.reduced_gradient_bits(pooled))
+    return [part for _, part in pooled.groupby(columns, sort=False)]
 
 
 class _Relevance(NamedTuple):

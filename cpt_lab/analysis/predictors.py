@@ -18,7 +18,7 @@ from cpt_lab.analysis.run_groups import (
     title_of,
     with_unique_names,
 )
-from cpt_lab.analysis.statistics import ALPHA, spearman
+from cpt_lab.analysis.statistics import ALPHA, check_one_run_per_seed, spearman
 from cpt_lab.analysis.style import COLORS, SMALL_FONT_SIZE, interval_bar, subplots
 
 # name -> expected sign of the correlation with quality
@@ -63,7 +63,7 @@ def rank_correlation(
         arms, seeds (those that all arms have), diverged (runs, which count with the worst value of the task).
 
     Raises:
-        ValueError: for fewer than three arms.
+        ValueError: for fewer than three arms, and for two runs of an arm with one seed.
 
     Paper: section 4.5 (cost and quality correlate); the other predictors are not in the paper.
     """
@@ -74,7 +74,8 @@ def rank_correlation(
     runs = runs[
         runs["savings"].isin(["large", "medium", "small"]) | is_used.fillna(False)
     ]
-    wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
+    check_one_run_per_seed(runs)
+    wide = runs.pivot_table(index="arm", columns="seed", values=metric)
     if len(wide) < 3:
         raise ValueError(
             f"a rank correlation needs at least three arms, there are {len(wide)}"

@@ -22,9 +22,16 @@ from cpt_lab.analysis.run_groups import (
     AGGREGATION_NAMES,
     at_q_max,
     quality_cost_groups,
+    reduced_gradient_bits,
     with_unique_names,
 )
-from cpt_lab.analysis.statistics import ALPHA, interval, paired, spearman
+from cpt_lab.analysis.statistics import (
+    ALPHA,
+    check_one_run_per_seed,
+    interval,
+    paired,
+    spearman,
+)
 from cpt_lab.analysis.style import (
     COLORS,
     MUTED_COLOR,
@@ -75,7 +82,8 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
     that are not included and have to be run again (``run_table.table``). Values are as stored: accuracies are shares.
 
     Raises:
-        ValueError: when there are no runs, or they mix data sets, models, scales, presets or recipes.
+        ValueError: when there are no runs, when they mix data sets, models, scales, presets, recipes or bits of the
+            gradients, or when an arm has two runs with one seed.
     """
     metric = metric_of(runs)
     if runs.empty:
@@ -85,6 +93,13 @@ def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
             raise ValueError(
                 f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one"
             )
+    for q_max, part in runs.groupby("q_max"):
+        bits = part["q_grad"].dropna().unique()
+        if len(bits) > 1:
+            raise ValueError(
+                f"rows of q_max {q_max} mix q_grads: {', '.join(map(str, sorted(bits)))}; choose one"
+            )
+    check_one_run_per_seed(runs, ("q_max", "arm"))
     failed = (runs["status"] == "failed") & ~runs["diverged"]
     groups = runs.assign(failed=failed).groupby(["q_max", "arm"], sort=False)
     shared_values = {
@@ -246,9 +261,8 @@ def _relation(runs: pd.DataFrame) -> str:
     name = metric_of(runs)
     schedules = at_q_max(runs, None)
     schedules = schedules[schedules["savings"] != "static"]
-    wide = schedules.pivot_table(
-        index="seed", columns="arm", values=name, aggfunc="first"
-    ).dropna()
+    check_one_run_per_seed(schedules)
+    wide = schedules.pivot_table(index="seed", columns="arm", values=name).dropna()
     if wide.shape[1] < 3:
         return ""
     cost = schedules.groupby("arm")["relative_cost"].first()[wide.columns]
@@ -561,10 +575,11 @@ def _label_marks(ax: Axes, panels: Sequence[_Panel]) -> None:
                 **look,
             )
     static = _by_q_max(arms[arms.savings == "static"])
+    gradient_bits = panels[0].runs.groupby("q_max")["q_grad"].first()
     for color, (q_max, _) in zip(STATIC_COLORS, static, strict=False):
-        name = "static precision (bits)" + (
-            f", gradients of {q_max} bits" if len(static) > 1 else ""
-        )
+        name = "static precision (bits)"
+        if len(static) > 1:
+            name += f", gradients of {gradient_bits[q_max]} bits"
         ax.plot(
             [], [], marker="s", color=color, linewidth=1, markersize=7.5, label=name
         )
@@ -724,16 +739,14 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
 
 
 def recipe_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return the experiments of quality against cost with all their q_max: one recipe, one preset, one scale."""
+    """Return the experiments of quality against cost with all their q_max."""
     parts = quality_cost_groups(runs)
     if not parts:
         return []
-    return [
-        part
-        for _, part in pd.concat(parts).groupby(
-            ["recipe", "preset", "scale"], sort=False
-        )
-    ]
+    pooled = pd.concat(parts)
+    columns = [pooled[name] for name in ("recipe", "preset", "scale")]
+    columns.append(reduced_gradient_bits(pooled))
+    return [part for _, part in pooled.groupby(columns, sort=False)]
 
 
 def _sort_key(named_group: tuple[str, pd.DataFrame]) -> tuple[bool, int]:

@@ -1,7 +1,7 @@
 """Differences paired by seed, confidence intervals and rank correlations."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -23,8 +23,27 @@ def paired(a: pd.DataFrame, b: pd.DataFrame, value: str) -> pd.Series:
     return (x[value] - y[value])[x["diverged"] + y["diverged"] < 2].rename("difference")
 
 
+def check_one_run_per_seed(
+    runs: pd.DataFrame, arm_columns: Sequence[str] = ("arm",)
+) -> None:
+    """Raise ValueError if an arm has two runs with one seed, which are trainings with different settings."""
+    repeated = runs[runs.duplicated([*arm_columns, "seed"])]
+    if len(repeated):
+        first = repeated.iloc[0]
+        raise ValueError(
+            f"runs: expected one run per arm and seed, got another run of {first['arm']!r} with seed {first['seed']}. "
+            "Runs with different settings are not paired or averaged: give their schedules different names, or choose "
+            "the runs of one setting"
+        )
+
+
 def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Return the mean over arms of a column, and the share that diverged, on the seeds that all arms have."""
+    """Return the mean over arms of a column, and the share that diverged, on the seeds that all arms have.
+
+    Raises:
+        ValueError: for two runs of an arm with one seed.
+    """
+    check_one_run_per_seed(runs)
     pairs = list(zip(runs["seed"], runs["arm"], strict=True))
     arms = sorted(set(runs["arm"]))
     values_by_pair: dict[str, dict[tuple[int, str], float]] = {}
@@ -32,7 +51,7 @@ def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
         known: dict[tuple[int, str], float] = {}
         for pair, x in zip(pairs, runs[name].astype(float), strict=True):
             if not math.isnan(x):
-                known.setdefault(pair, x)  # of several runs the first counts
+                known[pair] = x
         values_by_pair[name] = known
 
     seeds = []

@@ -12,7 +12,9 @@ from cpt_lab.analysis import (
     aggregation,
     captions,
     cifar_tests,
+    claims,
     critical_periods,
+    deficit_dates,
     equal_cost,
     figure_data,
     int8_comparison,
@@ -27,6 +29,7 @@ from cpt_lab.analysis import (
 from cpt_lab.analysis.run_table import table
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.grids import grid_specs
+from cpt_lab.experiments.spec import key_of as spec_key
 from cpt_lab.paths import paper_dir
 from tests.analysis.synthetic import changed, lost, rows_of, runs_of, text_of
 
@@ -762,6 +765,177 @@ def test_run_groups_separate_scales_aggregations_and_deficits():
     runs = runs_of(designs.deficit_scan("smoke", "digits", seeds=[0]), harm)
     found = run_groups.deficit_groups(pd.concat([runs, runs.assign(q_max=6)]))
     assert sorted(group["q_max"].unique().tolist() for group in found) == [[6], [8]]
+
+
+def with_gradients(rows, bits, gain=0.1, arms=()):
+    """Return rows, and rows of some arms, or of all, with gradients of other bits and a higher accuracy."""
+    more = []
+    for row in changed(rows, q_grad=bits):
+        if not arms or row["spec"]["arm"] in arms:
+            key = spec_key(row["spec"])
+            metrics = [{**m, "value": m["value"] + gain} for m in row["metrics"]]
+            more.append({**row, "key": key, "metrics": metrics})
+    return [*rows, *more]
+
+
+def specs_of_graphs():
+    """Return runs of both aggregations, of two fanouts and of two numbers of cycles."""
+    specs = list(grid_specs("ogbn-products/fanout"))
+    for n in (2, 4):
+        specs += demo("digits-graph", schedules=["CR"], n_cycles=n)
+    return specs
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize(
+    ("split", "specs_of"),
+    [
+        (run_groups.quality_cost_groups, lambda: demo(schedules=["CR"])),
+        (quality_cost.recipe_groups, lambda: demo(schedules=["CR"], q_max=[6, 8])),
+        (run_groups.top_groups, lambda: demo(q_max=[6, 8], schedules=["CR"])),
+        (run_groups.aggregation_groups, specs_of_graphs),
+        (run_groups.cycle_groups, specs_of_graphs),
+        (run_groups.fanout_groups, specs_of_graphs),
+        (
+            partial(run_groups.fanout_groups, aggregations=True),
+            specs_of_graphs,
+        ),
+        (
+            run_groups.deficit_groups,
+            lambda: designs.deficit_scan("demo", "digits", seeds=[0, 1]),
+        ),
+        (
+            deficit_dates.dated_groups,
+            lambda: designs.deficit_scan("demo", "digits", seeds=[0, 1]),
+        ),
+        (
+            run_groups.equal_cost_groups,
+            lambda: designs.equal_cost("demo", "digits", seeds=[0, 1]),
+        ),
+        (
+            partial(figure_data.experiments, "figure_3"),
+            lambda: demo(schedules=["CR"], q_max=[6, 8]),
+        ),
+    ],
+)
+def test_run_groups_separate_bits_of_gradients(split, specs_of, newest_first):
+    rows = by_seed(specs_of(), lambda s: 0.5)
+    groups_of_rows = split(table(rows))
+    assert groups_of_rows
+    both = with_gradients(rows, 4)
+    groups = split(table(both[::-1] if newest_first else both))
+    assert len(groups) == 2 * len(groups_of_rows)
+    for group in groups:
+        has_4_bits = group["q_grad"] == 4
+        assert has_4_bits.all() or not has_4_bits.any()
+        name = run_groups.experiment_name(group)
+        assert ("gradients of 4 bits" in name) == has_4_bits.all()
+        assert ("gradients of 4 bits" in captions.caption(group)) == has_4_bits.all()
+
+
+def test_gradient_groups_are_evaluated_at_gradient_bits():
+    """Leave out static 6 with 6-bit gradients that is evaluated at 8 bits."""
+    specs = demo(schedules=[], static_bits=[6], q_max=[6, 8])
+    rows = by_seed(specs, lambda s: 0.5)
+    is_eight = [row["spec"]["q_max"] == 8 for row in rows]
+    eight = [
+        row for row, is_at_eight in zip(rows, is_eight, strict=True) if is_at_eight
+    ]
+    more = with_gradients(eight, 6)[len(eight) :]
+    (group,) = run_groups.gradient_groups(table(rows + more), "static 6")
+    assert sorted(zip(group["q_max"], group["q_grad"], strict=True)) == (
+        [(6, 6)] * 3 + [(8, 8)] * 3
+    )
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_claims_separate_bits_of_gradients(newest_first):
+    """Compare no schedule with 4-bit gradients with static precision with 8-bit gradients."""
+    rows = rows_of(demo(schedules=["CR"], static_bits=[8]), lambda s: 0.5)
+    both = with_gradients(rows, 4, arms=["CR"])
+    ordered = both[::-1] if newest_first else both
+    entries = [
+        claims.judge_claims(table(of_rows), ["cpt_improves"])[0]
+        for of_rows in (rows, ordered)
+    ]
+    assert entries[1].evidence() == entries[0].evidence()
+    assert len(entries[0].evidence()) == 1
+
+    (entry,) = claims.judge_claims(table(with_gradients(rows, 4)), ["cpt_improves"])
+    assert [effect.n for effect, _ in entry.effects] == [3, 3]
+    assert "3 to 8 bits, gradients of 4 bits" in entry.evidence()[1]
+
+
+def test_equal_cost_groups_separate_lengths():
+    """Keep arms that stop early with the training whose budget they have."""
+    specs = designs.equal_cost("demo", "digits", seeds=[0])
+    longer = designs.equal_cost("demo", "digits", seeds=[0], steps=900)
+    groups = run_groups.equal_cost_groups(runs_of([*specs, *longer]))
+    assert [set(group["arm"]) for group in groups] == [
+        {spec.arm for spec in specs},
+        {spec.arm for spec in longer},
+    ]
+
+
+def test_run_groups_separate_presets():
+    runs = runs_of(designs.aggregation("demo", static_bits=(8,), seeds=[0, 1]))
+    both = pd.concat([runs, runs.assign(preset="authors")], ignore_index=True)
+    groups = run_groups.aggregation_groups(both)
+    assert [set(group["preset"]) for group in groups] == [{"ours"}, {"authors"}]
+
+
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        quality_cost.by_arm,
+        quality_cost.finding,
+        quality_cost.figure_3,
+        lambda runs: quality_cost.paired_difference(runs, "CR", "static 8"),
+        predictors.rank_correlation,
+        lambda runs: list(quality_cost.sections(runs)),
+        lambda runs: claims.judge_claims(runs, ["cpt_improves"]),
+    ],
+)
+def test_analyses_reject_two_runs_of_one_seed(analysis):
+    """Refuse a schedule of the same name with other settings, instead of taking one or the mean of both."""
+    rows = by_seed(demo(), by_cost)
+    other = [row for row in rows if row["spec"]["arm"] == "CR"][:1]
+    (again,) = with_gradients(other, 8)[1:]
+    message = "expected one run per arm and seed, got another run of 'CR' with seed 0"
+    refused(message, analysis, table([*rows, {**again, "key": "other schedule"}]))
+
+
+@pytest.mark.parametrize(
+    ("specs_of", "analysis"),
+    [
+        (
+            lambda: designs.deficit_length("demo", "digits", seeds=[0, 1]),
+            lambda runs: list(critical_periods.sections(runs)),
+        ),
+        (
+            lambda: designs.equal_cost("demo", "digits", seeds=[0, 1]),
+            lambda runs: list(equal_cost.sections(runs)),
+        ),
+        (
+            lambda: designs.aggregation("demo", seeds=[0, 1]),
+            lambda runs: list(aggregation.sections(runs)),
+        ),
+    ],
+)
+def test_sections_reject_two_runs_of_one_seed(specs_of, analysis):
+    rows = by_seed(specs_of(), lambda s: 0.5)
+    message = "expected one run per arm and seed, got another run of"
+    refused(message, analysis, table([*rows, {**rows[-1], "key": "other settings"}]))
+
+
+def test_quality_cost_rejects_several_gradient_bits():
+    """Refuse gradients of several bits at one q_max, also where no seed is repeated."""
+    rows = by_seed(demo(), lambda s: 0.5)
+    mixed = [
+        *rows[:-1],
+        *changed(rows[-1:], q_grad=4),
+    ]
+    refused("rows of q_max 8 mix q_grads: 4, 8", quality_cost.by_arm, table(mixed))
 
 
 def test_figure_data_prefers_scale_and_seeds():
