@@ -328,12 +328,17 @@ def tabulate(n: int, folder: Path) -> Call:
     from cpt_lab.analysis.row_tables import by_arm
     from cpt_lab.analysis.run_table import load
     from cpt_lab.analysis.spreadsheets import write_csv
+    from cpt_lab.experiments.spec import RunSpec
+    from cpt_lab.sweeps.row_format import load_rows
 
     store = write_store(n, folder)
+    recipes = {
+        row["key"]: RunSpec.from_dict(row["spec"]).recipe for row in load_rows(store)
+    }
 
     def call() -> None:
         frame = load(store)
-        by_arm(frame)
+        by_arm(frame, recipes)
         write_csv(frame.drop(columns="evaluations"), folder / "rows.csv")
 
     return call

@@ -448,7 +448,8 @@ def rows(
     found = frame.loc[[key for key in keys if key in frame.index]].reset_index(
         drop=True
     )
-    for name, table in by_arm(found).items():
+    recipes = {spec.key: spec.recipe for spec in specs}
+    for name, table in by_arm(found, recipes).items():
         typer.echo(f"{name}\n{terminal(table)}")
     failed = int((found["status"] == "failed").sum())
     typer.echo(

@@ -1,5 +1,6 @@
 """Tables, captions and findings of analyses on synthetic runs, as golden files."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,7 @@ from cpt_lab.analysis import (
     predictors,
     quality_cost,
     report,
+    row_tables,
     run_groups,
     statistics,
 )
@@ -741,6 +743,57 @@ def test_quality_cost_shows_printed_accuracies(tmp_path, monkeypatch):
     assert shown.loc["CR", "accuracy %"] == "60.0"
     assert shown.loc["CR", "paper"] == "61.5 (made up for this test)"
     assert shown.loc["RR", "paper"] == "drawn, no number printed"
+
+
+# --- tables of stored rows ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "column", "cells"),
+    [
+        ({"ladder": "mx"}, "ladder", ["affine", "mx"]),
+        ({"execution": "integer"}, "execution", ["simulated", "integer"]),
+        ({"shared_steps": True}, "shared_steps", [False, True]),
+        ({"autocast": "bfloat16"}, "autocast", ["", "bfloat16"]),
+        ({"milestones": (0.3, 2 / 3)}, "milestones", ["0.5 0.75", "0.3 0.666667"]),
+        ({"evaluate_every": 7}, "evaluate_every", [None, 7]),
+        ({"n_cycles": 2}, "n_cycles", [None, 2]),
+    ],
+)
+def test_row_table_separates_recipes(changes, column, cells):
+    specs = demo(schedules=["CR"], static_bits=[])
+    others = demo(schedules=["CR"], static_bits=[], **changes)
+    cells = [getattr(specs[0].recipe, column) if c is None else c for c in cells]
+    rows = by_seed(specs, lambda s: 0.5) + by_seed(others, lambda s: 0.7)
+    recipes = {spec.key: spec.recipe for spec in [*specs, *others]}
+    (shown,) = row_tables.by_arm(table(rows), recipes).values()
+    assert list(shown) == ["arm", column, "seeds", "relative cost", "accuracy", "std"]
+    assert shown[column].to_list() == cells
+    assert shown["accuracy"].to_list() == ["50.0", "70.0"]
+    assert shown["seeds"].to_list() == [3, 3]
+
+
+@pytest.mark.parametrize(("column", "value"), [("preset", "authors"), ("q_grad", 4)])
+def test_row_table_separates_specs(column, value):
+    specs = demo(schedules=["CR"], static_bits=[])
+    others = [replace(spec, **{column: value}) for spec in specs]
+    rows = by_seed(specs, lambda s: 0.5) + by_seed(others, lambda s: 0.7)
+    recipes = {spec.key: spec.recipe for spec in [*specs, *others]}
+    (shown,) = row_tables.by_arm(table(rows), recipes).values()
+    assert shown[column].to_list() == [getattr(specs[0], column), value]
+    assert shown["accuracy"].to_list() == ["50.0", "70.0"]
+
+
+def test_row_table_counts_runs_of_one_seed():
+    """Show the number of runs where schedules of one name are one arm."""
+    specs = demo(schedules=["CR", "RR"], static_bits=[])
+    renamed = [replace(s, arm="own") for s in specs]
+    rows = by_seed([*specs, *renamed], lambda s: 0.5)
+    recipes = {spec.key: spec.recipe for spec in [*specs, *renamed]}
+    (shown,) = row_tables.by_arm(table(rows), recipes).values()
+    assert shown["arm"].to_list() == ["CR", "RR", "own"]
+    assert shown["seeds"].to_list() == [3, 3, 3]
+    assert shown["runs"].to_list() == [3, 3, 6]
 
 
 # --- groups of runs -------------------------------------------------------------------------------
