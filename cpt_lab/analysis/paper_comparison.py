@@ -40,10 +40,15 @@ def summary(
     there is, and "data and scale" says which; a deficit of table 1 is compared with the deficit of nearest length or
     start, as shares of the normal training. The savings of a schedule are computed.
 
+    Recipes are not pooled: at paper scale each has a value, on stand-ins the largest q_max and FP-Agg come first. Runs
+    of the authors' preset, or with gradients of other bits than q_max, are left out.
+
     Args:
         runs: the typed table of ``run_table.table``.
         printed_numbers: some lines of ``paper_numbers.numbers``; None uses all.
     """
+    has_q_max_gradients = run_groups.reduced_gradient_bits(runs) == 0
+    runs = runs[(runs["preset"] == "ours") & has_q_max_gradients]
     at_paper = runs[runs["scale"] == "paper"]
     selected = numbers() if printed_numbers is None else printed_numbers
     lines = []
@@ -78,12 +83,13 @@ def _nearest(p: Any, at_paper: pd.DataFrame, runs: pd.DataFrame) -> _NearestValu
     if p.minus:
         differences = _differences(same_setting, p)
         if differences:
-            return _NearestValue("; ".join(differences), "paper scale")
+            texts = [f"{name}: {text}" for name, text in differences.items()]
+            return _NearestValue("; ".join(texts), "paper scale")
     else:
         arm_runs = _arm_runs(same_setting, p)
-        measured = _mean_and_std(arm_runs, p, p.metric)
+        measured = _means_by_recipe(arm_runs, p, p.metric)
         if measured:
-            best_epoch = _mean_and_std(arm_runs, p, f"{p.metric}_best_test")
+            best_epoch = _means_by_recipe(arm_runs, p, f"{p.metric}_best_test")
             return _NearestValue(measured, "paper scale", best_epoch)
     return _on_stand_ins(p, runs[runs["scale"] != "paper"])
 
@@ -100,14 +106,14 @@ def _on_stand_ins(p: Any, runs: pd.DataFrame) -> _NearestValue:
         for part in experiments(figure, runs, model):
             differences = _differences(part, p)
             if differences:
-                value = differences[0].partition(": ")[2]
-                return _NearestValue(value, _stand_in_text(part))
+                name, text = next(iter(differences.items()))
+                return _NearestValue(text, _stand_in_text(name, part))
     return _NearestValue(NOT_RUN, _needs(p))
 
 
-def _stand_in_text(part: pd.DataFrame) -> str:
+def _stand_in_text(name: str, part: pd.DataFrame) -> str:
     first = part.iloc[0]
-    return f"stand-in: {run_groups.title_of(part)}, {first['total_steps']:,} steps, {first['scale']} scale"
+    return f"stand-in: {name}, {first['total_steps']:,} steps, {first['scale']} scale"
 
 
 def _needs(p: Any) -> str:
@@ -140,7 +146,8 @@ def _nearest_deficit(p: Any, runs: pd.DataFrame) -> _NearestValue:
             TWO_DIGITS, factor * first["mean"], factor * first["std"], first["n"]
         )
         steps = f"{part.iloc[0]['total_steps']:,} steps"
-        stand_in = _stand_in_text(part).replace(steps, f"{normal:,} normal steps")
+        stand_in = _stand_in_text(run_groups.title_of(part), part)
+        stand_in = stand_in.replace(steps, f"{normal:,} normal steps")
         return _NearestValue(f"{measured} with {first['arm']}", stand_in)
     return _NearestValue(NOT_RUN, _needs(p))
 
@@ -160,43 +167,67 @@ def _arm_runs(runs: pd.DataFrame, p: Any) -> pd.DataFrame:
     return runs[is_arm & is_q_max]
 
 
-def _mean_and_std(runs: pd.DataFrame, p: Any, metric: str) -> str:
-    """Return mean and standard deviation of a column in the paper's unit, "" without any number."""
+def _means_by_recipe(runs: pd.DataFrame, p: Any, metric: str) -> str:
+    """Return mean and standard deviation of a column in the paper's unit, "" without any number.
+
+    Of several recipes each has its own, with the name of the experiment.
+    """
     if metric not in runs:
         return ""
+    parts = [part for _, part in runs.groupby("recipe") if part[metric].notna().any()]
+    texts = []
+    for name, part in run_groups.with_unique_names(parts):
+        text = _mean_and_std(part, p, metric)
+        texts.append(f"{name}: {text}" if len(parts) > 1 else text)
+    return "; ".join(sorted(texts))
+
+
+def _mean_and_std(runs: pd.DataFrame, p: Any, metric: str) -> str:
+    """Return mean and standard deviation of a column of one recipe in the paper's unit."""
     values = UNITS[p.unit] * runs[metric].dropna()
-    if values.empty:
-        return ""
     text = spread_text(TWO_DIGITS, values.mean(), values.std(), len(values))
     if runs["diverged"].any():
         text += f", {runs['diverged'].sum()} diverged"
     return text
 
 
-def _differences(runs: pd.DataFrame, p: Any) -> list[str]:
-    """Return the paired difference that the paper prints, measured in every experiment that has both sides."""
+def _differences(runs: pd.DataFrame, p: Any) -> dict[str, str]:
+    """Return the paired difference that the paper prints, as a text by name of every experiment that has both sides.
+
+    The order is by q_max, the largest first, then by aggregation, FP-Agg first.
+    """
     differences = []
     if p.artefact == "figure_5":
         for part in run_groups.aggregation_groups(runs[runs["q_max"] == p.q_max]):
             values = -aggregation_difference(part, p.metric)["difference"]
-            differences.append((run_groups.title_of(part), values))
+            differences.append((part, values))
     else:
         is_any_q_max = bool(np.isnan(p.q_max))
         same_q_max = runs[(runs["q_max"] == p.q_max) | is_any_q_max]
         for part in run_groups.quality_cost_groups(same_q_max):
-            q_max = part["q_max"].iloc[0]
-            static = f"static {q_max}"
+            static = f"static {part['q_max'].iloc[0]}"
             if {p.arm, static} <= {*part["arm"], *part["savings"]}:
                 values = quality_cost.paired_difference(part, p.arm, static, p.metric)
-                title = f"{run_groups.title_of(part)}, q_max {q_max}"
-                differences.append((title, values))
+                differences.append((part, values))
 
-    texts = []
-    for name, values in differences:
-        if len(values):
-            effect = interval_text(*statistics.interval(UNITS[p.unit] * values))
-            texts.append(f"{name}: {effect} (n = {len(values)})")
+    differences = [(part, values) for part, values in differences if len(values)]
+    differences.sort(key=lambda difference: _sort_key(difference[0]))
+    names = [
+        f"{run_groups.title_of(part)}, q_max {part['q_max'].iloc[0]}"
+        for part, _ in differences
+    ]
+    texts = {}
+    for name, (part, values) in zip(names, differences, strict=True):
+        if names.count(name) > 1:
+            name = f"{name}, recipe {part['recipe'].iloc[0]}"
+        effect = interval_text(*statistics.interval(UNITS[p.unit] * values))
+        texts[name] = f"{effect} (n = {len(values)})"
     return texts
+
+
+def _sort_key(part: pd.DataFrame) -> tuple[int, str, str]:
+    """Return q_max, aggregation and recipe, which do not depend on the order of rows."""
+    return -part["q_max"].iloc[0], min(part["aggregation"]), min(part["recipe"])
 
 
 def _saved(p: Any) -> str:

@@ -715,6 +715,80 @@ def test_paper_comparison_shows_runs_in_paper_units(golden):
     compare(golden, "paper", [("all", paper_comparison.summary(table([*rows, row])))])
 
 
+def shown_for(runs, **selected):
+    """Return the comparison of some printed numbers with runs, one line per number."""
+    numbers = paper_numbers.numbers()
+    for name, value in selected.items():
+        numbers = numbers[numbers[name] == value]
+    return paper_comparison.summary(runs, numbers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_left_out"),
+    [
+        ({"preset": "authors", "recipe": {"n_cycles": 8}}, True),
+        ({"preset": "authors"}, True),
+        ({"q_grad": 4}, True),
+        ({"recipe": {"n_cycles": 9}}, False),
+        ({"recipe": {"steps": 100}}, False),
+        ({"recipe": {"evaluate_every": 3}}, False),
+    ],
+)
+def test_paper_comparison_pools_one_recipe_alone(changes, is_left_out):
+    """Show a value per recipe, and none of the authors' preset or of other bits of gradients."""
+    specs = paper("ptb", schedules=["RR"], static_bits=[8], q_max=[8])
+    rows = by_seed(specs, lambda s: 100.0, "perplexity")
+    for row in rows:
+        row["bitops"] = {"paper": 6e13}
+    others = changed(rows, **changes)
+    others = [
+        {**row, "key": spec_key(row["spec"]), "bitops": {"paper": 9e13}}
+        for row in others
+    ]
+
+    def measured(all_rows):
+        shown = shown_for(table(all_rows), dataset="ptb", metric="bitops", arm="RR")
+        (value,) = set(shown["ours (+- std, or [95 %])"])
+        return value
+
+    assert measured(rows) == "6.00 (n = 1)"
+    both = {measured([*rows, *others]), measured([*others, *rows])}
+    assert len(both) == 1
+    if is_left_out:
+        assert both == {"6.00 (n = 1)"}
+        return
+    parts = both.pop().split("; ")
+    assert sorted(part.rpartition(": ")[2] for part in parts) == [
+        "6.00 (n = 1)",
+        "9.00 (n = 1)",
+    ]
+    assert len({part.rpartition(": ")[0] for part in parts}) == 2
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_paper_comparison_orders_stand_ins(newest_first):
+    """Show FP-Agg at the largest q_max, and name it, in any order of rows."""
+    arguments = {"schedules": ["RR", "RTH"], "static_bits": [6, 8], "q_max": [6, 8]}
+    rows = by_seed(demo("digits-graph", **arguments), lambda s: 0.5)
+    quantized = demo("digits-graph", aggregation="quantized", **arguments)
+    rows = [*by_seed(quantized, lambda s: 0.7 + 0.1 * (s.arm == "RR")), *rows]
+    for row in rows:
+        name = run_groups.AGGREGATION_NAMES[row["spec"]["recipe"]["aggregation"]]
+        row["title"] = f"GCN ({name})"
+    shown = shown_for(
+        table(rows[::-1] if newest_first else rows),
+        artefact="figure_6",
+        dataset="ogbn-arxiv",
+        minus="static",
+    )
+    shown = shown[shown["data and scale"].str.startswith("stand-in")]
+    assert len(shown)
+    assert set(shown["ours (+- std, or [95 %])"]) == {"+0.00 [+0.00, +0.00] (n = 3)"}
+    assert set(shown["data and scale"]) == {
+        "stand-in: GCN (FP-Agg), q_max 8, 100 steps, demo scale"
+    }
+
+
 def test_printed_numbers_match_task():
     """Select the numbers of the data set at paper scale, and of the task at others."""
     large = runs_of(paper("ogbn-arxiv", q_max=[8]))
