@@ -62,7 +62,7 @@ def seeds_text(runs: pd.DataFrame) -> str:
 def lost_text(runs: pd.DataFrame) -> str:
     """Return the number of runs that diverged or failed, in words; "" for none.
 
-    Means count runs that diverged at chance.
+    Means count runs that diverged with the worst value of their task (``Experiment.worst``).
     """
     num_lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
     return f"{plural(num_lost, 'run')} diverged or failed" if num_lost else ""

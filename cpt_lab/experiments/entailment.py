@@ -9,10 +9,14 @@ Differs: section 4.4 of the paper calls ETH once a schedule of large savings; it
 The metric is test accuracy. Embedded stand-in: synthetic sentence pairs, with a small BERT from scratch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cpt_core.validation import check_choice
 from cpt_lab.experiments.schema import ACCURACY, Changes, Dataset, Experiment, Recipe
+
+NUM_LABELS = 3  # entailment, neutral and contradiction, in all data
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,18 @@ AUTHORS_XNLI: Changes = {
     ),
 }
 
+
+def number_of_labels(recipe: Mapping[str, Any]) -> int:
+    """Return the number of labels of sentence pairs, which is that of every data set."""
+    return NUM_LABELS
+
+
 EXPERIMENT = Experiment(
     recipe=EntailmentRecipe,
     task="cpt_lab.tasks.entailment:EntailmentTask",
     metrics=(ACCURACY,),
     artefact="figure_7",
+    outputs=number_of_labels,
     user_data_like="own-pairs",
     card="own-pairs.md",
     needs="train and test as .csv, .json or .parquet",
@@ -152,7 +163,7 @@ EXPERIMENT = Experiment(
                 ),
                 "demo": (TEMPLATES,),
             },
-            sizes={"classes": 3},
+            sizes={"classes": NUM_LABELS},
         ),
         Dataset(
             "xnli",
@@ -162,7 +173,7 @@ EXPERIMENT = Experiment(
             authors=AUTHORS_XNLI,
             folders=("xnli",),
             designs={"cycles": "section_4.4"},
-            sizes={"classes": 3},
+            sizes={"classes": NUM_LABELS},
         ),
         Dataset(
             "own-pairs",

@@ -217,6 +217,7 @@ EXPERIMENT = Experiment(
     metrics=(ACCURACY,),
     artefact="figure_6",
     user_data_like="own-graph",
+    classes_by_folder={"facebook_ogb_layout/": 4, "planetoid/cora/": 7},
     card="own-graphs.md",
     needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
     layouts=(

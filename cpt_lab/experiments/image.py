@@ -262,6 +262,7 @@ EXPERIMENT = Experiment(
     metrics=(ACCURACY,),
     artefact="figure_3",
     user_data_like="cifar10",
+    classes_by_folder={"cifar10-jpeg/": 10},
     large_user_data_like="imagenet",
     extra="vision",
     download="cpt_lab.data.images:download",

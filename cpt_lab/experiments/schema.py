@@ -282,6 +282,8 @@ class Experiment:
     weights: tuple[str, ...] = ()  # pretrained models that this function gets too
     # of a model, classes or words, from its recipe in JSON form; None takes the classes of the data set
     outputs: Callable[[Mapping[str, Any]], float] | None = None
+    # number of classes of the files below the data folder with which studies and stand-ins are run
+    classes_by_folder: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def metric(self) -> Metric:
@@ -296,17 +298,19 @@ class Experiment:
     def worst(self, metric: Metric, recipe: Mapping[str, Any]) -> float:
         """Return what a run of this recipe, in JSON form, counts that diverged; NaN where nothing is stated.
 
-        Chance accuracy, 0 for data of one's own, whose classes are not known here; the perplexity of a model to which
-        all words are alike; no mAP.
+        Chance accuracy, or 0 for the user's own images and graphs, whose number of classes a recipe does not hold; the
+        perplexity of a model to which all words are alike; no mAP.
         """
         if metric.worst is None:
             return math.nan
         if self.outputs is not None:
             return metric.worst(self.outputs(recipe))
-        dataset = self.named_datasets.get(recipe["dataset"])
-        return metric.worst(
-            dataset.sizes.get("classes", math.inf) if dataset else math.inf
-        )
+        name = recipe["dataset"]
+        if name in self.named_datasets:
+            num_classes = self.named_datasets[name].sizes.get("classes", math.inf)
+        else:
+            num_classes = self.classes_by_folder.get(name, math.inf)
+        return metric.worst(num_classes)
 
     def family(self, scale: str, dataset: str) -> Dataset | None:
         """Return the data set whose recipes are used at a scale; None if there are none."""

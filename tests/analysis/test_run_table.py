@@ -14,9 +14,10 @@ from cpt_lab.analysis import predictors, quality_cost, statistics
 from cpt_lab.analysis.estimates import Estimate, holm
 from cpt_lab.analysis.metrics import METRICS
 from cpt_lab.analysis.run_table import OtherDataWarning, committed, load, table, tuned
-from cpt_lab.experiments import designs
+from cpt_lab.experiments import designs, stand_ins
 from cpt_lab.experiments.registry import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import key_of
+from cpt_lab.studies.case import NUM_OUTPUTS
 from cpt_lab.sweeps import stores
 from tests.analysis.synthetic import by_arm, changed, lost, rows_of, runs_of
 
@@ -295,6 +296,16 @@ def test_run_table_counts_training_errors_as_diverged(error):
     assert not runs["diverged"][runs["arm"] != "CR"].any()
 
 
+TASKS_OF_FOLDERS = {
+    "my/pictures": "image",
+    stand_ins.CIFAR_COPIES: "image",
+    stand_ins.FACEBOOK: "graph",
+    stand_ins.CORA: "graph",
+    "my-graph/": "graph",
+    "my-pairs/": "entailment",
+}
+
+
 @pytest.mark.parametrize(
     ("dataset", "changes", "name", "worst"),
     [
@@ -302,6 +313,11 @@ def test_run_table_counts_training_errors_as_diverged(error):
         ("cifar100", {}, "accuracy", 0.01),
         ("templates", {}, "accuracy", 1 / 3),
         ("my/pictures", {}, "accuracy", 0.0),  # how many classes is not known here
+        (stand_ins.CIFAR_COPIES, {}, "accuracy", 0.1),
+        (stand_ins.FACEBOOK, {}, "accuracy", 1 / 4),
+        (stand_ins.CORA, {}, "accuracy", 1 / 7),
+        ("my-pairs/", {}, "accuracy", 1 / 3),
+        ("my-graph/", {}, "accuracy", 0.0),
         ("ptb", {}, "perplexity", 10_000),
         ("ptb", {"vocabulary": 2_000}, "perplexity", 2_000),
         ("pydoc", {}, "perplexity", 100),
@@ -310,10 +326,21 @@ def test_run_table_counts_training_errors_as_diverged(error):
 )
 def test_task_worst_metric_is_chance_level(dataset, changes, name, worst):
     scale = "paper" if dataset in ("cifar100", "ptb") else "demo"
-    r = recipe(scale, dataset).to_dict() | changes
+    task = TASKS_OF_FOLDERS.get(dataset, "image")
+    r = recipe(scale, dataset, task=task).to_dict() | changes
     experiment = EXPERIMENTS[r["task"]]
     assert experiment.worst(METRICS[name], r) == pytest.approx(worst)
     assert np.isnan(experiment.worst(METRICS["loss"], r))
+
+
+def test_diverged_runs_count_as_in_studies():
+    """Count a run that diverged in tables as the studies count it."""
+    for dataset in (stand_ins.CIFAR_COPIES, stand_ins.FACEBOOK, "digits"):
+        r = recipe(
+            "demo", dataset, task=TASKS_OF_FOLDERS.get(dataset, "image")
+        ).to_dict()
+        worst = EXPERIMENTS[r["task"]].worst(METRICS["accuracy"], r)
+        assert worst == 1 / NUM_OUTPUTS[dataset]
 
 
 def test_datasets_declare_number_of_classes():
