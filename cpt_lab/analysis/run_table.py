@@ -274,7 +274,7 @@ def _with_further_columns(tabulate: Any) -> Any:
             "recipe_but_decay": [
                 recipe_key(recipe, *DECAY_FIELDS) for recipe in recipes
             ],
-            "recipe_but_steps": [_recipe_key(recipe, "steps") for recipe in recipes],
+            "recipe_but_steps": [recipe_key(recipe, "steps") for recipe in recipes],
         }
         for name, values in columns.items():
             frame.insert(
