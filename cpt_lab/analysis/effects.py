@@ -164,7 +164,7 @@ def effect_at(
     first = runs.iloc[0]
     dataset = str(first["dataset"]).rstrip("/")
     bits = f"{first['q_min']} to {runs['q_max'].max()} bits"
-    experiment = [run_groups.title_of(runs), bits, run_groups.gradients_text(runs)]
+    experiment = [run_groups.title_of(runs), run_groups.gradients_text(runs), bits]
     return Effect(
         ", ".join(filter(None, experiment)),
         str(first["scale"]),

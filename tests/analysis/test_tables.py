@@ -990,7 +990,7 @@ def test_claims_separate_bits_of_gradients(newest_first):
 
     (entry,) = claims.judge_claims(table(with_gradients(rows, 4)), ["cpt_improves"])
     assert [effect.n for effect, _ in entry.effects] == [3, 3]
-    assert "3 to 8 bits, gradients of 4 bits" in entry.evidence()[1]
+    assert "gradients of 4 bits, 3 to 8 bits" in entry.evidence()[1]
 
 
 def test_equal_cost_groups_separate_lengths():
