@@ -198,7 +198,7 @@ def _differences(ax: Axes, differences: pd.DataFrame, split: _Split) -> None:
     ax.axhline(0, color="#888888", linewidth=0.8)
     ax.set_xticks(range(len(arms)), arms)
     ax.set_xlim(-0.8, len(arms) - 0.2)
-    ax.set_ylabel(f"Q-Agg minus FP-Agg (points of {split.name} accuracy)")
+    ax.set_ylabel(f"Q-Agg minus FP-Agg ({split.name}, points)")
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
