@@ -320,7 +320,7 @@ def test_aggregation_figure_and_table_compare_one_accuracy(splits, name, gain):
 
     curves, points = aggregation.figure_5(runs).axes
     assert curves.get_ylabel() == f"{name} accuracy (%)"
-    assert points.get_ylabel() == f"Q-Agg minus FP-Agg (points of {name} accuracy)"
+    assert points.get_ylabel() == f"Q-Agg minus FP-Agg ({name}, points)"
     ends = {
         line.get_label().split(",")[0]: line.get_ydata()[-1] for line in curves.lines
     }
