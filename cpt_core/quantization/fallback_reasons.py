@@ -49,6 +49,7 @@ class FallbackReason(Enum):
     CONV_GROUPS = "convolution with {groups} groups"
     CONV_PADDING = "convolution with padding={padding!r}"
     INT32_OVERFLOW = "sums over the gates may overflow 32-bit integers"
+    STATE_ZERO_POINT = "the grid of the hidden state has a zero point"
     SEVERAL_RANGES = "{operands} have several ranges"
     RANGE_PER_SLICE = "{operands} have a range per {slice}"
     RANGE_PER_TIME_STEP = "every time step has a range of its own"

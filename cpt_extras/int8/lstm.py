@@ -17,6 +17,7 @@ from torch import Tensor
 from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.op_interception import OP_EXECUTORS
 from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.rounding import has_zero_point
 from cpt_extras.int8.execution import runs_int8
 from cpt_extras.int8.layers import (
     GradientRounding,
@@ -59,7 +60,10 @@ def step_matmul(
 def int8_fallback_reason(precision: LayerPrecision, hidden_size: int) -> str:
     """Return why no matmul of an LSTM has an int8 form, or ""."""
     role = next(role for role in precision.quantizers if role.startswith("hidden_"))
-    if precision.quantizers[role].grid != "per_tensor":
+    grid = precision.quantizers[role].grid
+    if has_zero_point(grid):
+        return FallbackReason.STATE_ZERO_POINT.describe()
+    if grid != "per_tensor":
         return FallbackReason.SEVERAL_RANGES.describe(operands="hidden states")
     if 4 * hidden_size > MAX_INT8_TERMS:
         return FallbackReason.INT32_OVERFLOW.describe()

@@ -395,18 +395,21 @@ def test_int8_lstm_matmuls_run_as_in_summary(shared, matmuls, simulated):
 
 
 @pytest.mark.parametrize(
-    ("granularity", "max_terms", "reason"),
+    ("quantizer", "max_terms", "reason"),
     [
-        ("per_row", 1 << 15, "hidden states have several ranges"),
-        ("per_tensor", 4 * 12 - 1, "sums over the gates"),
+        (Quantizer("per_row"), 1 << 15, "hidden states have several ranges"),
+        (Quantizer("per_tensor"), 4 * 12 - 1, "sums over the gates"),
+        (
+            Quantizer("per_tensor", zero_point=True),
+            1 << 15,
+            "the grid of the hidden state has a zero point",
+        ),
     ],
 )
-def test_int8_unsupported_lstm_is_simulated(
-    granularity, max_terms, reason, monkeypatch
-):
+def test_int8_unsupported_lstm_is_simulated(quantizer, max_terms, reason, monkeypatch):
     monkeypatch.setattr("cpt_extras.int8.lstm.MAX_INT8_TERMS", max_terms)
     config = cpt.QuantConfig(execution="integer")
-    quantizers = config.quantizers | {"lstm_hidden": Quantizer(granularity)}
+    quantizers = config.quantizers | {"lstm_hidden": quantizer}
     config = replace(config, quantizers=quantizers)
     model = cpt.quantize_(nn.Sequential(LSTM()), config)
     names = names_of_operations(lambda: passes(model, *make_inputs("plain")))
