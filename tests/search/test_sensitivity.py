@@ -229,6 +229,19 @@ def test_sensitivity_estimate_of_hand_computed_layer():
     assert recorded["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
 
 
+def training_step(model, optimizer, x):
+    """Return a function that trains one step on the same input."""
+
+    def step(_):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def test_sensitivity_covers_intercepted_matmuls():
     torch.manual_seed(0)
     parts = {
@@ -241,15 +254,15 @@ def test_sensitivity_covers_intercepted_matmuls():
     x = torch.randn(3, 5, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(_):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     found = sensitivity(
-        model, step, optimizer, base=4, windows=1, steps=4, seeds=(0,), estimate=True
+        model,
+        training_step(model, optimizer, x),
+        optimizer,
+        base=4,
+        windows=1,
+        steps=4,
+        seeds=(0,),
+        estimate=True,
     )
     assert found.groups == (("attention",), ("attention.out_proj",), ("out",))
     assert found.macs == (15 * 8 * 24 + 2 * 3 * 5 * 5 * 8, 15 * 8 * 8, 15 * 8 * 2)
@@ -269,13 +282,7 @@ def test_sensitivity_counts_checkpointed_macs_once(block, use_reentrant):
         model = FunctionModule(lambda m, x: m.last(run(m.block, m.first(x))), **parts)
         optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 5, 8)
 
-        def step(_):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = training_step(model, optimizer, x)
         return sensitivity(
             model, step, optimizer, windows=1, steps=4, seeds=(0,), estimate=False
         )
