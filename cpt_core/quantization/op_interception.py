@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -395,6 +396,24 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Return whether a layer quantises any role; RuntimeError if no bits are set."""
         precision.require_bits()
         return precision.active_bits.has_quantized_roles
+
+
+def run_uncompiled(code: CodeType) -> None:
+    """Make ``torch.compile`` leave the frames of a function, and those that it calls, to Python.
+
+    The compiler still traces the function into a graph. But behind a graph break torch calls the mode itself, and the
+    compiler takes such a frame for a function of its own: of ``x.dtype`` it returns an integer, and it recompiles for
+    every other torch function.
+    """
+    compiler: Any = torch._C._dynamo.eval_frame
+    if not hasattr(compiler, "set_code_exec_strategy"):  # before torch 2.8
+        compiler.skip_code(code)
+        return
+    skip = compiler._FrameAction.SKIP
+    compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
+
+
+run_uncompiled(QuantizedOpsMode.__torch_function__.__code__)
 
 
 def _ignore_operation(operation: Operation, output: Any) -> None:

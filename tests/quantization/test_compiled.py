@@ -5,6 +5,7 @@ In float32 also under autocast, and with the same noise.
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -313,6 +314,54 @@ def test_compiled_view_across_graph_break_has_gradients(is_in_place):
         expected = torch.autograd.grad(model(x), list(model.parameters()))
         found = torch.autograd.grad(compiled(x), list(model.parameters()))
     assert identical(found, expected)
+
+
+class Attributes(nn.Module):
+    """Attributes of a tensor, read by code that the compiler leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x):
+        y = F.linear(x, self.w)
+        y = y.to(x.dtype) + torch.zeros(y.shape[-1:], dtype=y.dtype, device=y.device)
+        return y.mT if y.requires_grad and y.ndim == 3 and not y.is_sparse else y
+
+
+class Called(nn.Module):
+    """Recurrent layer, at which compilers break the graph."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer(4, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, behind breaks
+@pytest.mark.parametrize(
+    "make",
+    [Attributes, *(partial(Called, layer) for layer in (nn.RNN, nn.GRU, nn.LSTM))],
+    ids=["attributes", "RNN", "GRU", "LSTM"],
+)
+def test_compiled_model_runs_behind_graph_break(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.ReLU())
+    quantize_(model, NEAREST)
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(2, 5, 4)
+    with precision(model, 4, q_grad=8):
+        expected = train_step(model, model, x)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert identical(train_step(model, compiled, x), expected)
+
+
+def train_step(model, run, x):
+    y = run(x)
+    return [y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
 
 
 @pytest.mark.slow
