@@ -116,7 +116,7 @@ def _quality_and_cost(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
     return factor * by_arm, runs.groupby("arm")["relative_cost"].first()
 
 
-def paired_difference(runs: pd.DataFrame, a: str, b: str) -> Estimate:
+def arm_difference(runs: pd.DataFrame, a: str, b: str) -> Estimate:
     """Return the quality of arm ``a`` minus that of arm ``b``, by seed."""
     quality, _ = _quality_and_cost(runs)
     difference = (quality[a] - quality[b]).dropna().to_numpy(dtype=float)
@@ -139,8 +139,8 @@ def preregistered_tests(runs: pd.DataFrame) -> list[PreregisteredTest]:
     Args:
         runs: all stored runs.
     """
-    damage = partial(paired_difference, a=NO_DEFICIT, b=LONGEST_DEFICIT)
-    windows = partial(paired_difference, a=LATE_WINDOW, b=EARLY_WINDOW)
+    damage = partial(arm_difference, a=NO_DEFICIT, b=LONGEST_DEFICIT)
+    windows = partial(arm_difference, a=LATE_WINDOW, b=EARLY_WINDOW)
     figure_3, table_1 = grid_specs(FIGURE_3), grid_specs(TABLE_1)
     return [
         _test("slope", "positive", slopes, figure_3, runs),
@@ -183,7 +183,7 @@ def _outcome(test: PreregisteredTest, adjusted_p: float) -> str:
         return f"not complete: {test.num_stored} of {plural(test.num_needed, 'run')}"
     if adjusted_p < ALPHA:
         return "as the paper says" if test.estimate.mean > 0 else "against the paper"
-    if test.estimate.small:
+    if test.estimate.is_equivalent:
         return "no difference worth naming"
     return "inconclusive"
 

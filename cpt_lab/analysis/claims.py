@@ -127,7 +127,7 @@ def effect_verdict(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
     return INCONCLUSIVE if INCONCLUSIVE in verdicts else MIXED
 
 
-def holm(tests: Sequence[Callable[[float], str]]) -> list[str]:
+def corrected_verdicts(tests: Sequence[Callable[[float], str]]) -> list[str]:
     """Return the verdicts of several experiments after Holm's correction.
 
     The smallest level at which an experiment has its verdict is its p-value: the smallest p-value has to be below
@@ -387,7 +387,7 @@ def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
             and _is_paper_scale(effect) == paper_scale
         ]
         tests = [partial(effect_verdict, claim, effects[i]) for i in tested]
-        words.update(zip(tested, holm(tests), strict=True))
+        words.update(zip(tested, corrected_verdicts(tests), strict=True))
     effect_verdicts = [
         (effect, words.get(i, INCONCLUSIVE)) for i, effect in enumerate(effects)
     ]

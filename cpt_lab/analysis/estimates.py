@@ -68,7 +68,7 @@ class Estimate:
         return float(stats.ttest_1samp(self.values, bound, alternative=side).pvalue)
 
     @property
-    def small(self) -> bool:
+    def is_equivalent(self) -> bool:
         """Equivalence within the margin: the 90 % interval lies inside (two one-sided tests at .05)."""
         low, high = self.interval(0.1)
         return -self.margin < low and high < self.margin

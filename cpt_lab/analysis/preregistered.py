@@ -258,11 +258,11 @@ def margin_lines(
     for name, effect in zip(names, effects, strict=True):
         within = "within the margin"
         if effect.description in negative:
-            word = f"{below}, {within}" if effect.small else below
+            word = f"{below}, {within}" if effect.is_equivalent else below
         elif effect.description in positive:
-            word = f"{above}, {within}" if effect.small else above
+            word = f"{above}, {within}" if effect.is_equivalent else above
         else:
-            word = within if effect.small else INCONCLUSIVE
+            word = within if effect.is_equivalent else INCONCLUSIVE
         low, high = effect.interval()
         lines.append(
             IntervalLine(

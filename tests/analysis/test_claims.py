@@ -131,7 +131,9 @@ def test_holm_matches_scipy_pvalues(seed):
     rng = np.random.default_rng(seed)
     samples = [rng.normal(shift, 1, 5) for shift in (3, -2, 2, 1.5, 1, 0)]
     claim = replace(IDS["schedule_controls"], margin=0.0)
-    words = rules.holm([partial(effect_verdict, claim, students(*x)) for x in samples])
+    words = rules.corrected_verdicts(
+        [partial(effect_verdict, claim, students(*x)) for x in samples]
+    )
     pvalues = [stats.ttest_1samp(x, 0).pvalue for x in samples]
     assert [w != INCONCLUSIVE for w in words] == [p <= 0.05 for p in holm(pvalues)]
     falling = {w for w, x in zip(words, samples, strict=True) if x.mean() < 0}

@@ -151,7 +151,7 @@ def _alone(
     primary: Estimate, direction: str, small: str, secondary: Sequence[Estimate]
 ) -> Answer:
     """Return the answer of one primary effect: its direction if significant, and whether it is within the margin."""
-    words = (direction, small if primary.small else "")
+    words = (direction, small if primary.is_equivalent else "")
     return Answer(
         primary=(primary,), p=primary.p(), words=words, secondary=tuple(secondary)
     )
@@ -203,7 +203,11 @@ def _noise(*frames: pd.DataFrame) -> Answer:
         "confirmed: at one cost, noisier schedules are worse",
         "contradicted: noisier schedules are better",
     )
-    small = "no effect worth naming" if all(effect.small for effect in primary) else ""
+    small = (
+        "no effect worth naming"
+        if all(effect.is_equivalent for effect in primary)
+        else ""
+    )
     words = (direction if p < 0.01 else "", small)
     return Answer(primary=tuple(primary), p=p, words=words, secondary=tuple(secondary))
 
@@ -275,7 +279,7 @@ def _static(*frames: pd.DataFrame, rule: str = "") -> Answer:
             ):
                 gains = schedule.to_numpy() - static.to_numpy()
                 secondary.append(Estimate(f"{name} at {bits_text}", unit, gains))
-    num_small = sum(effect.small for effect in primary)
+    num_small = sum(effect.is_equivalent for effect in primary)
     return judge_unbeaten(
         primary,
         "no schedule beats static by the margin",
