@@ -9,7 +9,7 @@ The rule, written before the runs: *rising minus even* and *rising minus falling
 two-sided t test with Holm's correction over the fourteen, at .05; a percent of the perplexity is too little to name.
 *Rising minus static* and *even minus static* are shown beside it, with no test. A model that diverged counts as chance.
 Differences have a standard deviation of about 2 %: then twelve seeds find 2.5 % with power .9 at .05 / 14. Writes
-``data/results/order_of_bits.json`` after every seed, and goes on from there.
+``data/results/rising_vs_falling.json`` after every seed, and goes on from there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def quality(spec: RunSpec) -> float:
 def main() -> None:
     """Train all runs, print and write them."""
     torch.set_num_threads(1)
-    path = results_dir() / "order_of_bits.json"
+    path = results_dir() / "rising_vs_falling.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     where = {**source(), "machine": machine(), "versions": versions()}
     schedules_by_task = {name: arms(recipe) for name, recipe in RECIPES.items()}

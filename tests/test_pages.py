@@ -213,9 +213,9 @@ def bits_of_roles():
         yield SMALL_STUDIES, f"| {name} | {bits} | **{a}** | {b} |"
 
 
-def order_of_bits():
+def rising_vs_falling_bits():
     """State the gains of rising over other orders of the bits, with the significant ones in bold."""
-    quality = qualities("order_of_bits")
+    quality = qualities("rising_vs_falling")
     assert {seed for *_, seed in quality} == set(rising_vs_falling.SEEDS)
     assert len(quality) == 7 * 4 * 12
     pairs = [
@@ -464,7 +464,7 @@ def preregistered_outcomes():
         rising_bits,
         evaluation_bits,
         bits_of_roles,
-        order_of_bits,
+        rising_vs_falling_bits,
         batched_runs,
         gpu_times,
         cpu_step_times,
