@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 import tomllib
@@ -41,6 +42,10 @@ FILE_AND_NAME = re.compile(
 )
 REPOSITORY_PATH = re.compile(
     r"`((?:cpt_\w+|tests|bench|docs|data|notebooks)/[\w./-]+)`"
+)
+# "python -m bench.roles", and "python -m bench.adaptive at commit 888f4b8a..." where the module was removed
+MODULE_COMMAND = re.compile(
+    r"python -m (?P<module>[\w.]+)(?P<commit>[^;]* at commit [0-9a-f]{40}\b)?"
 )
 README_COMMANDS = (
     "JupyterLab",
@@ -97,6 +102,24 @@ def check_grid_names(repository: Repository) -> Iterator[Problem]:
                 grids.find_grids(name)
             except ValueError as error:
                 yield repository.problem(file, str(error), f"run {name}")
+
+
+def check_result_commands(repository: Repository) -> Iterator[Problem]:
+    """Check that results name the command that made them: a module that exists, or the commit that held it."""
+    for file in repository.find(r"data/results/[^/]+\.json"):
+        command = json.loads(repository.text(file)).get("command", "")
+        commands = list(MODULE_COMMAND.finditer(command))
+        if not commands:
+            yield repository.problem(file, "no command that made it")
+        for match in commands:
+            path = match["module"].replace(".", "/")
+            files = (f"{path}.py", f"{path}/__main__.py")
+            if not match["commit"] and not any(map(repository.exists, files)):
+                yield repository.problem(
+                    file,
+                    f"no module {match['module']}; name the new one, or say at commit ... which held it",
+                    '"command"',
+                )
 
 
 def check_readme(repository: Repository) -> Iterator[Problem]:
