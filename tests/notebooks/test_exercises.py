@@ -327,7 +327,7 @@ def test_in_band_rejects_outside_values(capsys):
     exercises.in_band("smoke accuracy of ER", 0.88)
     assert (
         capsys.readouterr().out
-        == "smoke accuracy of ER: within the range of 12 earlier seeds\n"
+        == "smoke accuracy of ER: within four standard deviations of 12 earlier seeds\n"
     )
     for value in (0.35, 1.05):
         with pytest.raises(AssertionError, match="outside its band"):

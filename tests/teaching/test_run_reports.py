@@ -154,8 +154,8 @@ def test_compare_with_paper_checks_smoke_bands(dataset, good, bad, name, capsys)
     compare_with_paper(smoke_runs(dataset, good))
     assert report_lines(capsys)[1:] == [
         SMOKE_LINE,
-        f"{name} ER: within the range of 12 earlier seeds",
-        f"{name} static 8: within the range of 12 earlier seeds",
+        f"{name} ER: within four standard deviations of 12 earlier seeds",
+        f"{name} static 8: within four standard deviations of 12 earlier seeds",
     ]
     with pytest.raises(AssertionError, match="outside its band"):
         compare_with_paper(smoke_runs(dataset, bad))
