@@ -5,7 +5,7 @@ executes, at 2 bits, and does not use ``cpt_core``'s own bookkeeping. An operand
 every slice of some dimension, or every run of some length along a dimension holds at most four values, and zero (one
 dimension of an operand may be several of the tensor that was rounded, which were flattened); operands of
 fewer than 32 numbers, or without a slice of more than six, can fail that by chance and are left out of the shares. The
-multiply-accumulates of a product are counted from shapes.
+multiply-accumulates of a matmul are counted from shapes.
 
 Then the model is used in the ways of ``LOOPS``. ``--only WORD`` selects models by name or library. Rows go to
 ``data/results/zoo.json``; for a missing library the command prints how to install it.
@@ -59,7 +59,7 @@ MIN_SLICE, MIN_OPERAND = (
     32,
 )  # a slice, and an operand, of fewer numbers than that tell nothing
 NEAREST = cpt.QuantConfig().with_gradient_rounding("nearest")
-OPERANDS = {  # product -> the places of its operands
+OPERANDS = {  # operation -> the places of its operands
     **dict.fromkeys(
         (
             "mm",

@@ -11,7 +11,7 @@ from bench.third_party.results import OUTCOMES
 from bench.zoo import FILE, LOOPS
 from cpt_lab.paths import results_dir
 
-NEGLIGIBLE_SHARE = 0.01  # of the products of a model: what is named and less than that is no part of the model
+NEGLIGIBLE_SHARE = 0.01  # of the matmuls of a model: what is named and less than that is no part of the model
 
 
 def read_results() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def is_whole(row: dict[str, Any]) -> bool:
 
 def title(models: list[dict[str, Any]]) -> str:
     """Return the title of the page: how many models train fully quantised."""
-    return f"{sum(map(is_whole, models))} of {len(models)} models of other libraries train with every product quantised"
+    return f"{sum(map(is_whole, models))} of {len(models)} models of other libraries train with every matmul quantised"
 
 
 def page() -> str:
@@ -41,13 +41,13 @@ def page() -> str:
     outcomes = Counter("whole" if is_whole(row) else row["outcome"] for row in models)
     proven = ""
     if not outcomes["silent"]:
-        proven = " No product ran in float32 that `cpt.check` calls quantised."
+        proven = " No matmul ran in float32 that `cpt.check` calls quantised."
     lines = [
         f"# {title(models)}",
         "",
         f"`python -m bench.zoo` tried {len(models)} models of {len(versions)} libraries at commit "
         f"`{results['commit'][:10]}`, each small and without weights. `cpt.quantize_` converted it, and it trained for "
-        "three steps. A watcher that asks nothing of this package looked at the operands of every product of a forward "
+        "three steps. A watcher that asks nothing of this package looked at the operands of every matmul of a forward "
         f"pass at 2 bits: {', '.join(f'{n} {outcome}' for outcome, n in outcomes.most_common())}."
         + proven,
         "",
@@ -139,16 +139,16 @@ PROOF_ROWS = (
         "cases without a fault: float mode equals plain torch bit for bit, copies and `restore_` are exact",
         "without a fault",
     ),
-    ("cases with products, all quantised", "products: quantised"),
+    ("cases with matmuls, all quantised", "matmuls: quantised"),
     (
-        "cases with a product in float32 that `cpt.check` names",
-        "products: named float32",
+        "cases with a matmul in float32 that `cpt.check` names",
+        "matmuls: named float32",
     ),
     (
-        "cases with products of two numbers, which any grid holds exactly",
-        "products: two numbers per range",
+        "cases with matmuls of two numbers, which any grid holds exactly",
+        "matmuls: two numbers per range",
     ),
-    ("cases without products, unchanged at 3 bits", "products: none"),
+    ("cases without matmuls, unchanged at 3 bits", "matmuls: none"),
 )
 
 

@@ -4,7 +4,7 @@ The subject runs beside a linear layer, so that every model has something to qua
 wrong; a row without faults keeps all promises:
 
 - in float mode outputs and gradients are those of plain torch, bit for bit;
-- what computes no product is unchanged at 3 bits;
+- what computes no matmul is unchanged at 3 bits;
 - what computes one is quantised, or ``check`` names it as float32;
 - keys of the state dict and parameters stay, copies and pickles compute the same, ``restore_`` gives the original back.
 """
@@ -34,7 +34,7 @@ LOW_BITS = 3
 NOISE = 1e-5  # of sums in another order, relative to the largest number
 WATCHED_BITS = 2
 # besides those of torch's own counter
-MORE_PRODUCTS = {
+MORE_MATMULS = {
     *OPERANDS,
     *FUSED,
     "_cdist_forward",
@@ -42,7 +42,7 @@ MORE_PRODUCTS = {
     "conv_tbc",
     "_sparse_addmm",
 }
-PRODUCTS = (
+MATMULS = (
     "none",
     "quantised",
     "two numbers per range",
@@ -60,7 +60,7 @@ class Row:
         name: of the layer or function.
         case: form and number of the sample.
         skipped: why it could not be examined, one of ``SKIPPED``; "" otherwise.
-        products: what happened to its products, one of ``PRODUCTS``.
+        matmuls: what happened to its matmuls, one of ``MATMULS``.
         has_backward: whether gradients were compared.
         faults: what is wrong.
     """
@@ -68,7 +68,7 @@ class Row:
     name: str
     case: str
     skipped: str = ""
-    products: str = "none"
+    matmuls: str = "none"
     has_backward: bool = False
     faults: list[str] = field(default_factory=list)
 
@@ -104,7 +104,7 @@ class Products(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2].removesuffix("_")
-        if func._overloadpacket in flop_registry or name in MORE_PRODUCTS:
+        if func._overloadpacket in flop_registry or name in MORE_MATMULS:
             operands = [x for x in args if isinstance(x, Tensor)]
             if all(x.numel() for x in operands):
                 self.calls.append((name, [x.detach().clone() for x in operands]))
@@ -116,12 +116,12 @@ NOTHING = Products()
 
 @dataclass
 class Outcome:
-    """Outputs and gradients of one run, and the products of both passes."""
+    """Outputs and gradients of one run, and the matmuls of both passes."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None] | None
-    forward_products: list[tuple[str, list[Tensor]]]
-    backward_products: list[tuple[str, list[Tensor]]]
+    forward_matmuls: list[tuple[str, list[Tensor]]]
+    backward_matmuls: list[tuple[str, list[Tensor]]]
 
     def equals(self, other: Outcome) -> bool:
         """Return whether outputs and gradients are bit-identical."""
@@ -196,9 +196,9 @@ class Runner:
             outputs = model(*args, **kwargs)
         tensors = list(tensors_in(outputs))
         values = [x.detach().clone() for x in tensors]
-        products = forward.calls[1:]  # the anchor's is the first
+        matmuls = forward.calls[1:]  # the anchor's is the first
         if not has_backward:
-            return Outcome(values, None, products, [])
+            return Outcome(values, None, matmuls, [])
         leaves = [
             x
             for x in tree_flatten((args, kwargs))[0]
@@ -209,7 +209,7 @@ class Runner:
             gradients = torch.autograd.grad(
                 total(tensors[1:]), sources, allow_unused=True
             )
-        return Outcome(values, list(gradients), products, backward.calls)
+        return Outcome(values, list(gradients), matmuls, backward.calls)
 
 
 def as_leaf(x: Any) -> Any:
@@ -301,7 +301,7 @@ def _examine_converted(
             low.equals(runner.run(twin, row.has_backward)),
         )
     changed = largest_change(reference.outputs[1:], low.outputs[1:])
-    _judge_products(
+    _judge_matmuls(
         row, runner, model, runner.run(plain, row.has_backward, watches=True), changed
     )
     model.load_state_dict(runner.state)
@@ -346,10 +346,10 @@ def description(model: nn.Module) -> list[tuple[str, type, tuple[str, ...], int]
     ]
 
 
-def _judge_products(
+def _judge_matmuls(
     row: Row, runner: Runner, model: nn.Module, plain: Outcome, changed: float
 ) -> None:
-    """Set ``row.products``, and add faults of the subject's matmuls.
+    """Set ``row.matmuls``, and add faults of the subject's matmuls.
 
     Args:
         row: the row to complete.
@@ -358,27 +358,27 @@ def _judge_products(
         plain: the outcome of plain torch.
         changed: largest relative change of the outputs at 3 bits.
     """
-    if not changed and not plain.forward_products and not plain.backward_products:
+    if not changed and not plain.forward_matmuls and not plain.backward_matmuls:
         return
     checked = operations(runner, model)
     forward = [e for e in checked if not e.backward]
     is_claimed = any(e.quantized for e in forward)
-    if not plain.forward_products and not (changed and is_claimed):
-        note(row, "changed at 3 bits without a product", changed == 0)
+    if not plain.forward_matmuls and not (changed and is_claimed):
+        note(row, "changed at 3 bits without a matmul", changed == 0)
         is_listed = any(e.backward for e in checked)
         note(
             row,
-            "products of the backward pass are not listed",
-            is_listed or not plain.backward_products,
+            "matmuls of the backward pass are not listed",
+            is_listed or not plain.backward_matmuls,
         )
     elif any(not e.quantized for e in forward):
-        row.products = "named float32"
+        row.matmuls = "named float32"
         note(row, "named as float32, yet changed", changed <= NOISE or is_claimed)
     elif changed > NOISE:
-        row.products = "quantised"
-        for product in float32_seen(runner, model, plain):
+        row.matmuls = "quantised"
+        for matmul in float32_seen(runner, model, plain):
             row.faults.append(
-                f"float32 operands of {product}, which check calls quantised"
+                f"float32 operands of {matmul}, which check calls quantised"
             )
     else:
         _judge_unchanged(row, runner, model)
@@ -388,16 +388,16 @@ def _judge_unchanged(row: Row, runner: Runner, model: nn.Module) -> None:
     """Distinguish ranges of two numbers, which any grid holds exactly, from operands that were not rounded."""
     with cpt.precision(model, 1, 1):
         coarse = runner.run(model, has_backward=False, watches=True)
-    is_pair = summed_elements(coarse.forward_products) == 2
-    row.products = "two numbers per range" if is_pair else "claimed, but exact"
+    is_pair = summed_elements(coarse.forward_matmuls) == 2
+    row.matmuls = "two numbers per range" if is_pair else "claimed, but exact"
     note(row, "exact, but check calls it quantised", is_pair)
 
 
-def summed_elements(products: list[tuple[str, list[Tensor]]]) -> int:
+def summed_elements(matmuls: list[tuple[str, list[Tensor]]]) -> int:
     """Return the smallest number of elements over which the matmuls sum."""
     numbers = [
         xs[OPERANDS[name][0]].shape[-1]
-        for name, xs in products
+        for name, xs in matmuls
         if name in OPERANDS and xs[0].dim()
     ]
     return min(numbers, default=1)
@@ -441,29 +441,29 @@ def float32_seen(runner: Runner, model: nn.Module, plain: Outcome) -> set[str]:
     torch.manual_seed(1)
     with cpt.precision(twin, WATCHED_BITS, WATCHED_BITS), watcher, torch.no_grad():
         twin(*args, **kwargs)
-    products = {
-        product
-        for (module, product, on_grid) in watcher.macs
+    matmuls = {
+        matmul
+        for (module, matmul, on_grid) in watcher.macs
         if on_grid is False and module != "anchor"
     }
-    if "convolution" in products:
+    if "convolution" in matmuls:
         with cpt.precision(model, WATCHED_BITS, WATCHED_BITS):
             low = runner.run(model, has_backward=False, watches=True)
         plain_operands = [
             x
-            for name, operands in plain.forward_products
+            for name, operands in plain.forward_matmuls
             for x in operands[:2]
             if name == "convolution"
         ]
         low_operands = [
             x
-            for name, operands in low.forward_products
+            for name, operands in low.forward_matmuls
             for x in operands[:2]
             if name == "convolution"
         ]
         if not any(equal(x, y) for x in low_operands for y in plain_operands):
-            products.remove("convolution")
-    return products
+            matmuls.remove("convolution")
+    return matmuls
 
 
 def count(rows: Iterable[Row]) -> dict[str, int]:
@@ -477,6 +477,6 @@ def count(rows: Iterable[Row]) -> dict[str, int]:
         counts["examined"] += 1
         counts["gradients compared"] += row.has_backward
         counts["without a fault"] += not row.faults
-        counts[f"products: {row.products}"] += 1
+        counts[f"matmuls: {row.matmuls}"] += 1
         counts.update(f"fault: {fault}" for fault in row.faults)
     return dict(counts)

@@ -61,7 +61,7 @@ def examined(call, *inputs):
 def test_examination_reports_exact_matmul_called_quantized(monkeypatch):
     monkeypatch.setattr(op_handlers, "in_full_precision", lambda layer: layer)
     row = examined(torch.bmm, torch.randn(2, 4, 1), torch.randn(2, 1, 1))
-    assert (row.products, row.faults) == (
+    assert (row.matmuls, row.faults) == (
         "claimed, but exact",
         ["exact, but check calls it quantised"],
     )
