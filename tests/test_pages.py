@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import itertools
 import json
 import re
 import statistics
@@ -12,17 +11,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from scipy.stats import ttest_1samp
 
 import cpt_core as cpt
-from bench import paper_scale, rising_vs_falling, roles
+from bench import paper_scale
 from book import figures, results
 from cpt_core.models.lstm_lm import LanguageModel
-from cpt_extras.search.sensitivity_result import Sensitivity
 from cpt_lab.analysis import claims, figure_data, paper_numbers, report
-from cpt_lab.analysis.estimates import holm
-from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.statistics import interval
 from cpt_lab.experiments import grids
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.h5.arms import allocated
@@ -118,126 +112,6 @@ def test_results_pages_are_up_to_date():
 
 
 # --- numbers that pages state ---------------------------------------------------------------------
-
-SMALL_STUDIES = "docs/small-studies.md"
-# task -> its name on pages, and the unit of its gains
-TASKS = {
-    "digits": ("digits", "points"),
-    "characters": ("characters", "%"),
-    "gcn": ("Facebook GCN", "points"),
-    "ptb": ("Penn Treebank, small", "%"),
-}
-
-
-def significant(gains):
-    """Return the keys of the differences that a two-sided t test finds significant, by Holm's rule."""
-    adjusted = holm([ttest_1samp(x, 0).pvalue for x in gains.values()])
-    return {key for key, p in zip(gains, adjusted, strict=True) if p < 0.05}
-
-
-def qualities(name):
-    """Return the quality of the stored runs of a small study by (task, arm, seed)."""
-    rows = stored(name)["rows"]
-    return {(row["task"], row["arm"], row["seed"]): row["quality"] for row in rows}
-
-
-def rising_bits():
-    """State the gains of rising bits, whose costs equal those of static bits."""
-    text = read(SMALL_STUDIES)
-    for task, runs in stored("adaptive")["tasks"].items():
-        gain = interval([run["adaptive"] - run["static"] for run in runs])
-        stated = re.search(
-            rf"{re.escape(interval_text(*gain))} (points|%) on {task}", text
-        )
-        yield SMALL_STUDIES, stated[0]
-        assert all(abs(run["costs"]["static"] / run["cost"] - 1) < 1e-3 for run in runs)
-
-
-def evaluation_bits():
-    """State the effects of training and of evaluating with b bits."""
-    rows = stored("evaluated_at")["rows"]
-    quality = {
-        (row["task"], row["trained"], row["seed"]): row["quality"] for row in rows
-    }
-    assert len(quality) == 4 * 5 * 8
-
-    def difference(task, one, other):
-        (trained, at), (other_trained, other_at) = one, other
-        seeds = range(600, 608)
-        return interval(
-            [
-                quality[task, trained, s][at]
-                - quality[task, other_trained, s][other_at]
-                for s in seeds
-            ]
-        )
-
-    largest = dict.fromkeys(("points", "%"), 0.0)
-    for (task, (name, unit)), bits in itertools.product(TASKS.items(), (3, 4, 5, 6, 8)):
-        in_float, _, _ = difference(task, (bits, "float"), (bits, "8"))
-        largest[unit] = max(largest[unit], abs(in_float))
-        if bits != 8:
-            at_8 = difference(task, (bits, "8"), (bits, str(bits)))
-            from_8 = difference(task, (8, str(bits)), (bits, str(bits)))
-            cells = f"{interval_text(*at_8)} {unit} | {interval_text(*from_8)} {unit}"
-            yield SMALL_STUDIES, f"| {name} | {bits} | {cells} |"
-    yield (
-        SMALL_STUDIES,
-        f"changes at most {largest['points']:.1f} points, or {largest['%']:.2f} %",
-    )
-
-
-def bits_of_roles():
-    """State the gains of allocated bits, and which of them are significant."""
-    quality, measured = qualities("roles"), stored("roles")["measured"]
-    assert len(quality) == 4 * 3 * 12
-    gains = {
-        (task, other): [
-            quality[task, "allocated", s] - quality[task, other, s] for s in roles.SEEDS
-        ]
-        for task, other in itertools.product(roles.TASKS, ("3/8", "4/5"))
-    }
-    assert significant(gains) == {(task, "3/8") for task in roles.TASKS}
-    for task, (name, unit) in TASKS.items():
-        steps = roles.CASES[task].recipe.steps
-        schedule, *_ = roles.arms(Sensitivity.from_dict(measured[task]), steps)[
-            "allocated"
-        ]
-        parts = (schedule.weight, schedule.activation, schedule.error)
-        used = [sorted(set(part.bits().tolist())) for part in parts]
-        bits = ", ".join(" to ".join(map(str, levels)) for levels in used)
-        a, b = (
-            f"{interval_text(*interval(gains[task, other]))} {unit}"
-            for other in ("3/8", "4/5")
-        )
-        yield SMALL_STUDIES, f"| {name} | {bits} | **{a}** | {b} |"
-
-
-def rising_vs_falling_bits():
-    """State the gains of rising over other orders of the bits, with the significant ones in bold."""
-    quality = qualities("rising_vs_falling")
-    assert {seed for *_, seed in quality} == set(rising_vs_falling.SEEDS)
-    assert len(quality) == 7 * 4 * 12
-    pairs = [
-        ("rising", "even"),
-        ("rising", "falling"),
-        ("rising", "static"),
-        ("even", "static"),
-    ]
-    gains = {
-        (task, pair): [
-            quality[task, pair[0], s] - quality[task, pair[1], s]
-            for s in rising_vs_falling.SEEDS
-        ]
-        for task, pair in itertools.product(rising_vs_falling.RECIPES, pairs)
-    }
-    bold = significant({key: x for key, x in gains.items() if key[1][1] != "static"})
-    for task in rising_vs_falling.RECIPES:
-        cells = []
-        for pair in pairs:
-            mark = "**" if (task, pair) in bold else ""
-            cells.append(f"{mark}{interval_text(*interval(gains[task, pair]))} %{mark}")
-        yield SMALL_STUDIES, f"| {task} | {' | '.join(cells)} |"
 
 
 def batched_runs():
@@ -461,10 +335,6 @@ def preregistered_outcomes():
 @pytest.mark.parametrize(
     "stated_texts",
     [
-        rising_bits,
-        evaluation_bits,
-        bits_of_roles,
-        rising_vs_falling_bits,
         batched_runs,
         gpu_times,
         cpu_step_times,

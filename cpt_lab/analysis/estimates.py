@@ -201,7 +201,13 @@ def holm(p: Sequence[float]) -> list[float]:
 def significant_effects(
     effects: Sequence[Estimate], side: str, level: float
 ) -> list[str]:
-    """Return the effects on one side ("greater" or "less") of 0 at a level, with Holm's correction over all effects."""
+    """Return the effects that differ from 0 at a level, with Holm's correction over all effects.
+
+    Args:
+        effects: effects with descriptions of their own.
+        side: "greater" or "less", or "two-sided" for both.
+        level: family-wise level.
+    """
     adjusted = holm([effect.p(0.0, side) for effect in effects])
     return [
         effect.description
