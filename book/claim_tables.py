@@ -103,15 +103,6 @@ class ClaimTables:
             )
         )
 
-    def effect(self, claim_id: str, experiment: str, unit: str = "points") -> str:
-        """Return mean, 95 % interval and number of seeds of a claim's effect; KeyError if there is none."""
-        for entry in self.entries:
-            for effect, _ in entry.effects:
-                if (entry.claim.id, experiment_name(effect)) == (claim_id, experiment):
-                    interval = interval_text(*effect.interval)
-                    return f"{interval} {unit} (n = {effect.n})"
-        raise KeyError(f"no effect of {claim_id} in {experiment}")
-
     def verdict(self, claim_id: str) -> str:
         """Return the verdict on a claim, such as "same sign in 9 of 12 experiments"."""
         (entry,) = (entry for entry in self.entries if entry.claim.id == claim_id)

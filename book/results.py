@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import pandas as pd
 
 from book import figures
 from book.claim_tables import ClaimTables, last_bits, printed_numbers, with_titles
+from book.stated_effects import StatedEffects
 from cpt_core.schedules.profiles import SUITE
 from cpt_extras.files import write_text
 from cpt_lab import commands
@@ -44,7 +45,7 @@ from cpt_lab.studies.h11 import outcome as h11
 from cpt_lab.studies.h12 import outcome as h12
 from cpt_lab.studies.h13 import outcome as h13
 from cpt_lab.studies.tuned import FULL_BITS_ARM
-from cpt_lab.studies.tuned_outcome import compare_rate_grids, complete
+from cpt_lab.studies.tuned_outcome import Task, compare_rate_grids, complete
 
 PAGES = ROOT / "docs" / "reproducing"
 # page -> pattern of the ids and tasks of its claims and of its places in the code; the first page that matches counts
@@ -90,6 +91,21 @@ def pages() -> dict[Path, str]:
     by_recipe = h13.tasks(runs)[0]
     spending_alike = h7.gains_by_evaluation(spending)
     replications = _replicated_effects(answers)
+    extended_answers = {
+        "h7": h7.extended_answers(runs),
+        "h10": h10.extended_answers(runs),
+    }
+    tuned_tasks = {
+        "H7": spending,
+        "H10": switching,
+        "H11": ordered,
+        "H13": by_recipe,
+    }
+    stated = _stated_effects(answers, tuned_tasks, damages)
+    stated.add_claims(entries)
+    for name, study_answers in extended_answers.items():
+        stated.add(f"{name.upper()}, extended rates", _effects(study_answers))
+    stated.add("H12, fresh seeds", _fresh_date_effects(replications))
     tasks = list(_tasks_by_grid(runs))
     stored_at_paper = set(runs.loc[runs["scale"] == "paper", "key"])
     ends = last_bits(runs)
@@ -121,6 +137,8 @@ def pages() -> dict[Path, str]:
         damage_missing=damage_missing,
         damages=h12.damage_table(damages),
         differences=differing,
+        effect=stated.find,
+        effects=stated.select,
         filled=_wrap,
         grids={name: _grids_text(grids) for name, grids in GRIDS.items()},
         h5_gains=_h5_gains(runs),
@@ -134,13 +152,17 @@ def pages() -> dict[Path, str]:
         order_gains=h11.gains(ordered),
         order_missing=order_missing,
         outcomes=Counter(replication.outcome for replication in replications),
+        answers={answer.question: answer for answer in answers},
         repeated=replications,
+        replications={one.original.description: one for one in replications},
         repeated_baselines=_replication_baselines(tasks),
         rates=tuned.rates_at_ends,
         extended_rates={
-            name: compare_rate_grids(study.answers(runs), study.extended_answers(runs))
+            name: compare_rate_grids(study.answers(runs), extended_answers[name])
             for name, study in (("h7", h7), ("h10", h10))
         },
+        changed_gains=_changed_effects(answers, extended_answers["h7"]),
+        num_gains=len(spending) * len(h7.BUDGETS),
         extended_gains={
             # task and effects, without the columns of the training, as above
             name: study.gains(complete(study.EXTENDED_STUDY, runs)[0]).iloc[:, :4]
@@ -388,6 +410,93 @@ def _h5_gains(runs: pd.DataFrame) -> pd.DataFrame:
         cells.setdefault(column, {})[gain.arm] = cell
     table = pd.DataFrame(cells)
     return table.rename_axis("arm").reset_index()
+
+
+def _effects(answers: Iterable[Answer]) -> Iterator[Estimate]:
+    """Yield the primary and secondary effects of answers."""
+    for answer in answers:
+        yield from answer.primary
+        yield from answer.secondary
+
+
+def _stated_effects(
+    answers: Iterable[Answer],
+    tuned_tasks: Mapping[str, Sequence[Task]],
+    damages: Iterable[h12.Damages],
+) -> StatedEffects:
+    """Return the effects of all studies: those of the answers, differences of any two arms, damages of deficits.
+
+    Args:
+        answers: answers of all studies.
+        tuned_tasks: study -> its complete tasks.
+        damages: tasks of H12.
+    """
+    stated = StatedEffects()
+    for answer in answers:
+        study = answer.question.rstrip("abc")
+        stated.add(study, _effects([answer]))
+    for study, tasks in tuned_tasks.items():
+        for task in tasks:
+            pairs = itertools.permutations(task.settings, 2)
+            stated.add(study, itertools.starmap(task.gain, pairs))
+    stated.add("H11", _gains_of_decay(tuned_tasks["H11"]))
+    for part in damages:
+        for rule, date in itertools.product(h12.RULES, h12.DATES):
+            stated.add("H12", [part.damage(rule, h12.EQUAL_RECOVERY, date)])
+        stated.add("H12", [_early_under_decay(part)])
+    return stated
+
+
+def _gains_of_decay(tasks: Iterable[Task]) -> list[Estimate]:
+    """Return what step and cosine decay gain on a constant rate at full bits, by task of H11."""
+    by_name = {task.name: task for task in tasks}
+    gains = []
+    for name, task in by_name.items():
+        title, _, rule = name.rpartition(", ")
+        if rule in h11.DECAYS:
+            constant = by_name[f"{title}, {h11.CONSTANT}"].quality(FULL_BITS_ARM)
+            values = task.quality(FULL_BITS_ARM) - constant
+            description = f"{title}, {FULL_BITS_ARM}: {rule} minus {h11.CONSTANT}"
+            gains.append(Estimate(description, task.unit, values))
+    return gains
+
+
+def _early_under_decay(part: h12.Damages) -> Estimate:
+    """Return the mean over step and cosine decay of the damage of an early minus that of a late deficit."""
+    values = np.mean([part.date_effect(rule).values for rule in h12.DECAYS], axis=0)
+    return Estimate(f"{part.name}, early minus late under decay", part.unit, values)
+
+
+def _fresh_date_effects(replications: Iterable[ReplicatedEffect]) -> list[Estimate]:
+    """Return the effects of the date of a deficit on digits with fresh seeds, and early minus late under decay."""
+    by_name = {one.original.description: one.replication for one in replications}
+    constant = by_name["digits, constant, equal recovery: early minus late"]
+    by_decay = by_name["digits, early minus late, under decay minus constant"]
+    under_decay = replace(
+        constant,
+        description="digits, early minus late under decay",
+        values=constant.values + by_decay.values,
+    )
+    return [constant, by_decay, under_decay]
+
+
+def _changed_effects(
+    answers: Iterable[Answer], extended: Iterable[Answer]
+) -> list[tuple[Estimate, Estimate]]:
+    """Return the primary effects of H7 that extended learning rates change as printed: (registered, extended)."""
+    registered = {
+        effect.description: effect
+        for answer in answers
+        if answer.question.startswith("H7")
+        for effect in answer.primary
+    }
+    changed = []
+    for answer in extended:
+        for effect in answer.primary:
+            former = registered.get(effect.description, effect)
+            if former.text() != effect.text():
+                changed.append((former, effect))
+    return changed
 
 
 class TaskOfGrid(NamedTuple):
