@@ -1,11 +1,13 @@
-"""``bench.demo_check``, and the figures and claims of runs that a user adds to notebooks 03 to 07."""
+"""``bench.demo_check``, figures and claims of own runs in notebooks 03 to 07, and the budget of notebook 13."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 from matplotlib.figure import Figure
 from notebook_files import NOTEBOOKS, read
 
+import cpt_core as cpt
 from bench import demo_check
 from cpt_lab.analysis import run_table
 from cpt_lab.analysis.rendering import NotebookTable
@@ -39,3 +41,13 @@ def test_compare_with_paper_shows_figure_and_claims(store, monkeypatch):
     tables = [each for each in shown if isinstance(each, NotebookTable)]
     assert any(isinstance(each, Figure) for each in shown)
     assert any(demo_check.CLAIMS in table.html() for table in tables)
+
+
+def test_solver_notebook_uses_budget_in_bisection():
+    """Find one power by bisection and by the solver at a budget that is not the default."""
+    (path,) = (p for p in NOTEBOOKS if p.name.startswith("13_"))
+    (cell,) = (cell for cell in read(path).cells if cell.id == "bisection")
+    names = {"cpt": cpt, "P": SimpleNamespace(budget=0.5)}
+    exec(cell.source.replace("64_000", "6_400"), names)
+    assert names["solved"].relative_cost() == pytest.approx(0.5, abs=1e-3)
+    assert names["bent"](names["high"]).relative_cost() == pytest.approx(0.5, abs=1e-3)
