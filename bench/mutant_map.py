@@ -25,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import PACKAGES
 from bench.mutants import GREEN, RED, ROOT, Mutant, find_problem, run
 
-PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 RED_TEST = re.compile(
     r"^(?:FAILED|ERROR) tests/(\S+\.py(?:::\w+)*(?:\[.*?\])?)(?: - |$)", re.M
 )

@@ -40,6 +40,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import PACKAGES
 from bench.mutation_operators import changed_lines, changes
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +55,7 @@ LEFT_OUT = (
 )  # made by machines, or not read by tests
 SECONDS = 900  # after this long a test hangs
 NEAREST = 4  # files of tests for a mutant that was made
-OWN_PACKAGES = ("bench", "book", "cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
+OWN_PACKAGES = ("bench", "book", *PACKAGES)
 PRELOADED = ("torch", "torchvision", "pytest", "hypothesis", "scipy.stats", "pandas")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(PRELOADED))

@@ -23,7 +23,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
+from bench import PACKAGES
+
 SWAPPED_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

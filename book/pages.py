@@ -24,6 +24,7 @@ from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 
 import cpt_core
+from bench import PACKAGES
 from book import zoo
 from book.public_names import reference
 from cpt_lessons.predictions import with_answers
@@ -37,10 +38,9 @@ DOCUMENTS = (
     "data/cards/*.md",
 )
 FOREIGN_BASES = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
-PACKAGES = ("cpt_core", "cpt_extras", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2", ".patch")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
-NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
+NAMES = reference("cpt_core")  # such as search.allocate, and the module of each
 DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../docs/installing.md#notebooks)."
 PROMPT = re.compile(
     r"^.*: (no prediction yet|choose first|not attempted yet).*\n?", re.MULTILINE
