@@ -1,10 +1,13 @@
 """``bench.gpu`` rehearsed on the CPU: every part runs, fails, stops and resumes."""
 
+import importlib
 import io
 import json
+import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from torch import nn
 
 import cpt_core as cpt
 from bench.gpu import __main__ as hour
-from bench.gpu import models, parts, stages
+from bench.gpu import checks, models, parts, stages
 from cpt_extras.kernels import operators
 from cpt_extras.kernels.backend import backend
+from cpt_extras.optional_libraries import explain_missing_extra
 from cpt_lab.training import session
 
 
@@ -138,27 +142,36 @@ def test_gpu_bench_failed_stage_is_isolated(speed):
         return {}
 
     def missing():
-        raise ImportError("ogb cannot be imported")
+        with explain_missing_extra("graph", "ogb"):
+            importlib.import_module("no_such_library")
+
+    def renamed():
+        raise ImportError("cannot import name 'train' from 'cpt_lab'")
 
     given_stages = {
         "first": lambda: {"ms": 1.0},
         "breaks": breaks,
         "missing": missing,
+        "renamed": renamed,
         "wrong": lambda: {"failed": "NaN"},
     }
     status, summary, rows = speed(**given_stages)
     assert status == 1
-    failed = {"breaks": "ZeroDivisionError: no luck", "wrong": "NaN"}
-    assert summary["failed"] == failed
-    assert summary["left out"] == {"missing": "ogb cannot be imported"}
-    (traceback,) = [row["traceback"] for row in rows if "traceback" in row]
-    assert "in breaks" in traceback
+    failed = dict(summary["failed"])
+    assert failed.pop("renamed").startswith("ImportError: cannot import name")
+    assert failed == {"breaks": "ZeroDivisionError: no luck", "wrong": "NaN"}
+    reason = summary["left out"].pop("missing")
+    assert reason.startswith("no_such_library cannot be imported")
+    assert not summary["left out"]
+    first, second = [row["traceback"] for row in rows if "traceback" in row]
+    assert "in breaks" in first
+    assert "in renamed" in second
     assert speed(**given_stages)[0] == 1
     assert calls == ["breaks"]
     for _ in range(2):
         status, summary, _ = speed("--again", **given_stages)
         assert status == 1
-    assert list(summary["failed"]) == ["wrong"]
+    assert set(summary["failed"]) == {"renamed", "wrong"}
 
 
 def test_gpu_bench_stops_at_limit_and_resumes(speed):
@@ -172,7 +185,8 @@ def test_gpu_bench_stops_at_limit_and_resumes(speed):
 
 
 def test_gpu_bench_retries_deadly_stage_once(folder, speed):
-    started = {"stage": "deadly", "status": "started", "where": {}}
+    where = stages.describe_environment("cpu")
+    started = {"stage": "deadly", "status": "started", "where": where}
     for _ in range(2):
         stages.append_row(folder / "speed.jsonl", started)
     with open(folder / "speed.jsonl", "a") as file:
@@ -182,6 +196,75 @@ def test_gpu_bench_retries_deadly_stage_once(folder, speed):
     assert summary["failed"] == {"deadly": "it ended its process 2 times"}
     assert summary["values"] == {"next": {"ms": 2.0}}
     assert len(rows) == 4
+
+
+@pytest.mark.parametrize("other", [{"torch": "2.0.0"}, {"commit": "0" * 40}])
+def test_gpu_bench_stage_of_other_environment_runs_again(other, folder, speed):
+    where = stages.describe_environment("cpu") | other
+    row = {"stage": "first", "status": "ok", "values": {"ms": 9.0}, "where": where}
+    stages.append_row(folder / "speed.jsonl", row)
+    status, summary, _ = speed(first=lambda: {"ms": 1.0})
+    assert (status, summary["values"]) == (0, {"first": {"ms": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "baseline"),
+    [
+        ("float32 captured", ""),
+        ("quantised", "float32"),
+        ("per operation", "float32"),
+        ("quantised captured", "float32 captured"),
+        ("quantised captured TF32", "float32 captured TF32"),
+        ("quantised integer shared steps captured", "float32 captured"),
+    ],
+)
+def test_gpu_bench_speed_divides_by_same_capture(kind, baseline, folder, monkeypatch):
+    """Compare captured steps with captured float32 steps, and those in TF32 with each other."""
+    options = stages.Options("speed", "cpu", True, 60.0, None, folder)
+    where = stages.describe_environment("cpu")
+    for i, name in enumerate(models.KINDS):
+        values = {"ms": 2.0**i}
+        row = {"stage": f"LSTM, {name}", "status": "ok", "values": values}
+        stages.append_row(options.rows, row | {"where": where})
+    monkeypatch.setattr(parts, "_step", lambda *args: (None, lambda: None))
+    monkeypatch.setattr(parts, "measure_step", lambda *args: {"ms": 1.0})
+    monkeypatch.setattr(parts, "_find_fault", lambda *args: "")
+    values = parts.speed("LSTM", kind, options)
+    assert values.get("baseline", "") == baseline
+    if baseline:
+        assert values["ratio"] == 0.5 ** models.KINDS.index(baseline)
+
+
+class Nan(nn.Module):
+    """Module whose output is NaN."""
+
+    def forward(self, x):
+        return x * math.nan
+
+
+def test_gpu_bench_layer_check_fails_on_nan(monkeypatch):
+    broken = (lambda: nn.Sequential(nn.Linear(8, 8), Nan()), (4, 8))
+    monkeypatch.setitem(checks.LAYERS, "broken", broken)
+    assert checks.layer("broken", "cpu")["failed"].startswith("nan of the largest")
+    assert "failed" not in checks.layer("linear", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("loss", "first_loss", "fault"),
+    [
+        (1.0, 1.0, ""),
+        (math.nan, 1.0, "the resumed run is nan"),
+        (1.0, math.nan, "the first loss is nan"),
+    ],
+)
+def test_gpu_bench_task_check_fails_on_nan(loss, first_loss, fault, monkeypatch):
+    history = {"loss": [1.0, loss, 1.0]}
+    run = SimpleNamespace(history=history, captured=False, uncaptured_reason="")
+    monkeypatch.setattr(checks, "train", lambda *args, **options: run)
+    monkeypatch.setattr(checks, "_first_loss", lambda *args: first_loss)
+    details = checks.task("multilayer perceptron", "cpu")
+    assert details.get("failed", "").startswith(fault)
+    assert ("failed" in details) == bool(fault)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -30,6 +30,7 @@ KINDS = (
     "float32",
     "float32 captured",
     "float32 TF32",
+    "float32 captured TF32",
     "quantised",
     "quantised captured",
     "quantised TF32",
@@ -99,6 +100,16 @@ def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
     if kind == "per operation":
         take_apart(session.model)
     return session
+
+
+def baseline_of(kind: str) -> str:
+    """Return the float32 variant that is captured, and uses TF32, if a variant is and does.
+
+    >>> baseline_of("quantised integer captured")
+    'float32 captured'
+    """
+    shared_words = [word for word in ("captured", "TF32") if word in kind.split()]
+    return " ".join(["float32", *shared_words])
 
 
 def is_quantised(kind: str) -> bool:

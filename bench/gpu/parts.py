@@ -19,8 +19,21 @@ from typing import Any
 import torch
 
 from bench.gpu import checks
-from bench.gpu.models import KINDS, MODELS, backend_context, is_quantised, session_of
-from bench.gpu.stages import Options, Stage, finished_rows, read_rows
+from bench.gpu.models import (
+    KINDS,
+    MODELS,
+    backend_context,
+    baseline_of,
+    is_quantised,
+    session_of,
+)
+from bench.gpu.stages import (
+    Options,
+    Stage,
+    describe_environment,
+    finished_rows,
+    read_rows,
+)
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import CHECKOUT
@@ -128,6 +141,12 @@ def step_stages(options: Options) -> dict[str, Stage]:
     }
 
 
+def stored_rows(options: Options) -> dict[str, dict[str, Any]]:
+    """Return the finished rows of a part that were measured in this environment."""
+    environment = describe_environment(options.device)
+    return finished_rows(read_rows(options.rows), environment)
+
+
 def _step(
     name: str, kind: str, options: Options
 ) -> tuple[Session, Callable[[], torch.Tensor]]:
@@ -145,7 +164,7 @@ def _step(
 
 
 def speed(name: str, kind: str, options: Options) -> dict[str, Any]:
-    """Measure the milliseconds of a step, and their ratio to float32.
+    """Measure the milliseconds of a step, and their ratio to the float32 variant ``baseline_of``.
 
     Three times: of steps back to back, of a step on the device, and of the host that starts it.
     """
@@ -154,12 +173,13 @@ def speed(name: str, kind: str, options: Options) -> dict[str, Any]:
         loss = step()
     times: dict[str, Any] = measure_step(step, 2 if options.dry else 20, options.device)
     times["failed"] = _find_fault(session, kind, loss)
-    float32_times = (
-        finished_rows(read_rows(options.rows)).get(f"{name}, float32", {}).get("values")
-    )
-    return times | (
-        {"ratio": times["ms"] / float32_times["ms"]} if float32_times else {}
-    )
+
+    baseline = baseline_of(kind)
+    row = stored_rows(options).get(f"{name}, {baseline}", {})
+    if row.get("status") == "ok" and kind != baseline:
+        ratio = times["ms"] / row["values"]["ms"]
+        times |= {"baseline": baseline, "ratio": ratio}
+    return times
 
 
 def _find_fault(session: Session, kind: str, loss: torch.Tensor) -> str:
@@ -400,7 +420,7 @@ def _quality(row: dict[str, Any]) -> float:
 
 def best_packing(options: Options) -> int:
     """Return the fastest number of captured runs at a time; 4 if the part "packing" has not been run."""
-    rows = finished_rows(read_rows(replace(options, part="packing").rows))
+    rows = stored_rows(replace(options, part="packing"))
     rates = {
         int(stage.split()[0]): row["values"]["steps_per_second"]
         for stage, row in rows.items()

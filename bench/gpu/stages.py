@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bench import PACKAGES
 from cpt_extras.files import write_text
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.provenance import commit
@@ -98,8 +99,11 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def finished_rows(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the last row of every finished stage."""
+def finished_rows(
+    rows: list[dict[str, Any]], environment: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the last row of every stage that finished in an environment: this commit, torch and device."""
+    rows = [row for row in rows if row["where"] == environment]
     last_rows = {row["stage"]: row for row in rows if row["status"] != "started"}
     start_counts = Counter(row["stage"] for row in rows if row["status"] == "started")
     for stage, count in start_counts.items():
@@ -117,7 +121,7 @@ def run_stages(
 ) -> dict[str, dict[str, Any]]:
     """Run the unfinished stages while there is time; return the rows of all finished ones."""
     began = time.monotonic()
-    rows = finished_rows(read_rows(options.rows))
+    rows = finished_rows(read_rows(options.rows), environment)
     for name, stage in stages.items():
         if name in rows:
             continue
@@ -151,15 +155,29 @@ def run_stage(stage: Stage) -> dict[str, Any]:
             {"status": "failed", "error": failed} if failed else {"status": "ok"}
         )
         row["values"] = values
-    except (LeftOutError, ImportError, DataNotFoundError) as reason:
+    except (LeftOutError, DataNotFoundError) as reason:
         row = {"status": "left out", "reason": str(reason)}
     except Exception as error:
-        row = {
-            "status": "failed",
-            "error": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-        }
+        if _names_missing_library(error):
+            row = {"status": "left out", "reason": str(error)}
+        else:
+            row = {
+                "status": "failed",
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }
     return {**row, "seconds": round(time.monotonic() - began, 2)}
+
+
+def _names_missing_library(error: BaseException | None) -> bool:
+    """Return whether an error, or the one behind it, says that a library of others is not installed.
+
+    ``cpt_extras.optional_libraries`` raises an ImportError with advice from the ModuleNotFoundError.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        return bool(package) and package not in ("bench", *PACKAGES)
+    return isinstance(error, ImportError) and _names_missing_library(error.__cause__)
 
 
 def format_row(row: dict[str, Any]) -> str:
