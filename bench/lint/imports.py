@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 
 from bench.lint.repository import Problem, Repository
 
@@ -46,7 +46,6 @@ MAY_IMPORT = {
     ),
     "cpt_extras.kernels": (
         "cpt_extras.formats",
-        "cpt_extras.operations",
         "cpt_extras.cpu_info",
         "cpt_extras.files",
     ),
@@ -54,9 +53,8 @@ MAY_IMPORT = {
     "cpt_extras.search": (
         "cpt_extras.kernels",
         "cpt_extras.progress",
-        "cpt_extras.figures",
     ),
-    "cpt_extras.diagnostics": ("cpt_extras.int8", "cpt_extras.progress"),
+    "cpt_extras.diagnostics": ("cpt_extras.int8",),
     "cpt_extras.integrations": ("cpt_extras.diagnostics",),
     "cpt_lab.former_names": (),
     "cpt_lab.paths": (),
@@ -64,26 +62,21 @@ MAY_IMPORT = {
     "cpt_lab.signals": (),
     "cpt_lab.numerics": ("cpt_core.numerics",),
     "cpt_lab.provenance": ("cpt_lab.paths", "cpt_lab.resources", "cpt_extras.cpu_info"),
-    "cpt_lab.doctor": ("cpt_lab.resources", "cpt_lab.provenance", "cpt_extras.kernels"),
-    "cpt_lab.experiments": (
-        "cpt_extras.search",
-        "cpt_extras.diagnostics",
-        "cpt_lab.paths",
-    ),
-    "cpt_lab.data": ("cpt_lab.experiments", "cpt_lab.resources"),
+    "cpt_lab.doctor": ("cpt_lab.provenance", "cpt_extras.files"),
+    "cpt_lab.experiments": ("cpt_extras.search",),
+    "cpt_lab.data": ("cpt_lab.experiments", "cpt_lab.paths", "cpt_lab.resources"),
     "cpt_lab.tasks": ("cpt_lab.data", "cpt_core.models"),
     "cpt_lab.training": ("cpt_lab.tasks", "cpt_extras.integrations", "cpt_lab.signals"),
     "cpt_lab.sweeps": (
         "cpt_lab.training",
         "cpt_lab.doctor",
-        "cpt_lab.provenance",
         "cpt_lab.numerics",
     ),
-    "cpt_lab.analysis": ("cpt_lab.sweeps",),
+    "cpt_lab.analysis": ("cpt_lab.sweeps", "cpt_extras.figures"),
     "cpt_lab.studies": ("cpt_lab.analysis",),  # loaded by name, see grids.STUDIES
     "cpt_lab.commands": ("cpt_lab.analysis",),
     "cpt_lab.__main__": (),
-    "cpt_lessons": ("cpt_lab.commands", "cpt_extras.integrations"),
+    "cpt_lessons": ("cpt_lab.commands",),
 }
 WITH_INDIRECT: dict[str, set[str]] = {}
 for _package, _needed in MAY_IMPORT.items():
@@ -138,11 +131,34 @@ def check_import_cycles(repository: Repository) -> Iterator[Problem]:
     for module, file in files.items():
         names = runtime_imports(repository.tree(file))
         graph[module] = names & files.keys() - {module}
-    while leaves := {module for module, names in graph.items() if not names}:
-        remaining = graph.keys() - leaves
-        graph = {module: graph[module] - leaves for module in remaining}
-    for module in sorted(graph):
-        yield Problem(files[module], 1, "imports, directly or not, a circle of files")
+    while graph := _without_leaves(graph):
+        cycle = find_cycle(graph)
+        path = " -> ".join(files[module] for module in [*cycle, cycle[0]])
+        yield Problem(files[cycle[0]], 1, f"files import each other: {path}")
+        graph = {m: names - {*cycle} for m, names in graph.items() if m not in cycle}
+
+
+def find_cycle(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Return the modules of one cycle, in the order of their imports; every module of the graph imports one.
+
+    >>> find_cycle({"test": {"b"}, "b": {"a"}, "a": {"b"}})
+    ['a', 'b']
+    """
+    path = [min(graph)]
+    while (following := min(graph[path[-1]])) not in path:
+        path.append(following)
+    cycle = path[path.index(following) :]
+    first = cycle.index(min(cycle))
+    return cycle[first:] + cycle[:first]
+
+
+def _without_leaves(graph: Mapping[str, Set[str]]) -> dict[str, Set[str]]:
+    """Return a graph without modules that import no others of it, or import only such modules."""
+    remaining = dict(graph)
+    while leaves := {module for module, names in remaining.items() if not names}:
+        modules = remaining.keys() - leaves
+        remaining = {module: remaining[module] - leaves for module in modules}
+    return remaining
 
 
 def check_compiled_kernels(repository: Repository) -> Iterator[Problem]:
