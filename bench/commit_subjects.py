@@ -74,11 +74,14 @@ def find_fault(subject: str) -> str:
 def subjects(commits: str, root: Path = ROOT) -> list[tuple[str, str]]:
     """Return (abbreviated hash, subject) of a range of commits, without merges.
 
-    Empty where git, or the start of the range, is missing, as in a shallow clone.
+    Raises:
+        OSError: where git, or the start of the range, is missing, as in a shallow clone.
     """
     command = ["git", "log", "--no-merges", "--format=%h %s", commits]
     process = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=root
     )
+    if process.returncode:
+        raise OSError(process.stderr.partition("\n")[0])
     pairs = [line.partition(" ") for line in process.stdout.splitlines()]
     return [(commit, subject) for commit, _, subject in pairs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from bench import commit_subjects, style_debt
 from bench.lint import imports, notebooks, packaging, pages
@@ -25,10 +25,18 @@ def check_style_debt(repository: Repository) -> Iterator[Problem]:
 
 
 def check_commit_subjects(repository: Repository) -> Iterator[Problem]:
-    """Check that commits have the subject `area: Verb object`."""
-    commits = commit_subjects.subjects(
-        f"{commit_subjects.FIRST_CHECKED}..", repository.root
-    )
+    """Check that commits have the subject `area: Verb object`; a tree without git has none."""
+    if not (repository.root / ".git").exists():
+        return
+    first = commit_subjects.FIRST_CHECKED
+    try:
+        commits = commit_subjects.subjects(f"{first}..", repository.root)
+    except OSError as error:
+        advice = "a shallow clone needs git fetch --unshallow"
+        yield Problem(
+            ".git", 1, f"no commit after {first} is checked ({error}): {advice}"
+        )
+        return
     for commit, subject in commits:
         if fault := commit_subjects.find_fault(subject):
             yield Problem(commit, 1, f"{subject!r}: {fault}")
@@ -43,19 +51,19 @@ def all_checks() -> dict[str, Check]:
     return {name.removeprefix("check_"): f for name, f in functions.items()}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the problems, and return 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "words", nargs="*", default=[""], help="Parts of names of checks."
     )
-    words = parser.parse_args().words
+    words = parser.parse_args(arguments).words
+    known = all_checks()
+    for word in words:
+        if not any(word in name for name in known):
+            parser.error(f"no check has {word!r} in its name: {', '.join(known)}")
+    checks = {n: f for n, f in known.items() if any(word in n for word in words)}
     repository, start = Repository(), time.monotonic()
-    checks = {
-        name: f
-        for name, f in all_checks().items()
-        if any(word in name for word in words)
-    }
     problems = [problem for check in checks.values() for problem in check(repository)]
     for problem in dict.fromkeys(problems):
         print(problem)

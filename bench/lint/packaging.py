@@ -26,6 +26,7 @@ PINNED_WITH_HASHES = re.compile(
 )
 PYTHON_FOLDERS = r"(cpt_\w+|bench|book|browser|tests)/.*\.py"
 MAKE_TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
+LINTS = {"make lint", "make check", "make test"}  # these read the commits
 CI_SCRIPT = ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
 RESERVED_EXTRAS = {"book", "dev"}  # for those who work on this repository
 
@@ -235,7 +236,14 @@ def check_workflows(repository: Repository) -> Iterator[Problem]:
                 for step in job["steps"]
                 if "deploy-pages" not in step.get("uses", "")
             ]
-            for command in (step["run"] for step in steps if "run" in step):
+            commands = [step["run"] for step in steps if "run" in step]
+            depths = [step.get("with", {}).get("fetch-depth") for step in steps]
+            if LINTS.intersection(commands) and 0 not in depths:
+                text = (
+                    "fetch-depth: 0 is missing: lint checks the subjects of all commits"
+                )
+                yield repository.problem(file, text, "actions/checkout")
+            for command in commands:
                 if command.removeprefix("make ") not in targets:
                     yield repository.problem(
                         file, f"not a target of the Makefile: {command}", command
