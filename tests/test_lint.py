@@ -1,5 +1,7 @@
 """`bench.lint`: every check reports the faults that `lint_faults.toml` plants, and not without them."""
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from helpers import run_command
 
 from bench import commit_subjects
-from bench.lint.__main__ import all_checks
+from bench.lint.__main__ import all_checks, main
 from bench.lint.dataflow import dependent_cells
 from bench.lint.notebooks import MACHINE_DEPENDENT, READS_ROWS
 from bench.lint.repository import Repository
@@ -72,7 +74,7 @@ def test_commit_subject_fault_names_broken_rule(subject, fault):
 
 
 def test_commit_subjects_are_read_from_git(tmp_path, monkeypatch):
-    """Check the commits after the first one; without that one, as in a shallow clone, check none."""
+    """Check the commits after the first one; without that one, as in a shallow clone, report that."""
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "A")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
@@ -80,10 +82,45 @@ def test_commit_subjects_are_read_from_git(tmp_path, monkeypatch):
     for subject in ("anything at all", "docs: Explain ranges", "docs: explains ranges"):
         run_command("git", "commit", "-q", "--allow-empty", "-m", subject, cwd=tmp_path)
     check = CHECKS["commit_subjects"]
-    assert list(check(Repository(tmp_path))) == []
+    (problem,) = check(Repository(tmp_path))
+    assert problem.text.endswith("a shallow clone needs git fetch --unshallow")
+    assert list(check(Repository(tmp_path / "without_git"))) == []
     monkeypatch.setattr(commit_subjects, "FIRST_CHECKED", "HEAD~2")
     (problem,) = check(Repository(tmp_path))
     assert problem.text.startswith("'docs: explains ranges': ")
+
+
+def test_lint_command_refuses_unknown_check(capsys):
+    with pytest.raises(SystemExit):
+        main(["zzz"])
+    assert "no check has 'zzz' in its name: package_order" in capsys.readouterr().err
+
+
+def test_import_cycles_name_files_of_cycle_alone():
+    """Report one cycle of two files, and not the file that imports one of them."""
+    files = [f"cpt_core/{name}.py" for name in ("lazy_imports", "numerics", "plan")]
+    texts = (
+        "from cpt_core import numerics",
+        "import cpt_core.lazy_imports",
+        "import cpt_core.numerics",
+    )
+    repository = Repository(changes=dict(zip(files, texts, strict=True)), files=files)
+    (problem,) = CHECKS["import_cycles"](repository)
+    cycle = " -> ".join([*files[:2], files[0]])
+    assert problem.text == f"files import each other: {cycle}"
+
+
+def test_lint_forbids_relative_imports():
+    """Refuse them, because they would escape the check of the package order."""
+    command = (sys.executable, "-m", "ruff", "check", "--stdin-filename")
+    file = Path(__file__).parents[1] / "cpt_core" / "numerics.py"
+    process = subprocess.run(
+        [*command, file, "-"],
+        input="from . import bitops\n",
+        capture_output=True,
+        text=True,
+    )
+    assert "TID252" in process.stdout
 
 
 def test_dependent_cells_follow_assigned_names():
@@ -99,8 +136,16 @@ def test_dependent_cells_follow_assigned_names():
         "draw(seen)",
         "def step():\n    return runs",
         "step()",
+        "total = P.run(specs)",
+        "total += 1",
+        "draw(total)",
     )
     cells = [nbformat.v4.new_code_cell(c, id=str(i)) for i, c in enumerate(code)]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    assert dependent_cells(notebook, MACHINE_DEPENDENT) == {"0", "2", "6", "9", "10"}
+    assert dependent_cells(notebook, MACHINE_DEPENDENT) == {
+        "0",
+        "2",
+        "6",
+        *("9", "10", "11", "12", "13"),
+    }
     assert dependent_cells(notebook, READS_ROWS) == {"0", "1", "3", "4"}

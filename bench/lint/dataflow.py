@@ -1,4 +1,4 @@
-"""Which cells of a notebook depend on a call, traced through the names that its statements assign."""
+"""Dependence of notebook cells on a call, traced through the names that their statements assign."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def names_in(statement: ast.stmt) -> Names:
         node for node in nodes if isinstance(node, ast.Name) and node.id not in local
     ]
     loaded = {node.id for node in variables if isinstance(node.ctx, ast.Load)}
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        loaded.add(statement.target.id)  # `x += 1` reads x, too
     assigned = {node.id for node in variables if isinstance(node.ctx, ast.Store)}
     assigned |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
