@@ -8,7 +8,8 @@ fewer than 32 numbers, or without a slice of more than six, can fail that by cha
 multiply-accumulates of a matmul are counted from shapes.
 
 Then the model is used in the ways of ``LOOPS``. ``--only WORD`` selects models by name or library. Rows go to
-``data/results/zoo.json``; for a missing library the command prints how to install it.
+``data/results/zoo.json``, where rows of other models, and of missing libraries, stay as they are; for a missing library
+the command prints how to install it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import importlib.util
 import json
 import math
 import multiprocessing
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -159,9 +159,10 @@ class Watcher(TorchDispatchMode):
                 module.register_forward_pre_hook(
                     lambda *_, name=name: self.path.append(name)
                 )
-                module.register_forward_hook(
-                    lambda *_: self.path.pop() and None, always_call=True
-                )
+                module.register_forward_hook(self._leave_module, always_call=True)
+
+    def _leave_module(self, *_: Any) -> None:
+        self.path.pop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -392,7 +393,6 @@ def try_model(
     plain, inputs = make()
     plain.train(library != "torch_geometric")
     _switch_off_dropout(plain)
-    row["parameters"] = sum(p.numel() for p in plain.parameters())
 
     with warnings.catch_warnings(
         record=True, action="always", category=cpt.QuantizationWarning
@@ -423,7 +423,6 @@ def try_model(
         "macs": sum(counter.macs.values()),
         "macs of check": sum(p.macs for p in checked.operations if not p.backward),
         "share": 1 - sum(float32_macs.values()) / max(1, sum(decided_macs.values())),
-        "share of check": checked.quantized_share,
         "undecided": undecided_macs / max(1, sum(watcher.macs.values())),
         "float32": {
             f"{module or '(model)'}: {matmul}": n
@@ -432,9 +431,6 @@ def try_model(
         "silent": sorted(silent_layers),
         "unknown": sorted(watcher.unknown),
         "said": " ".join(sorted(messages)),
-        "price": cpt.count_bitops(
-            model, inputs, cpt.make_schedule("STATIC", q_max=4, total_steps=1)
-        ).relative_to_float32,
     }
     if silent_layers:
         row["outcome"] = "silent"
@@ -481,7 +477,6 @@ def _run_loop(
 def _try_and_send(library: str, name: str, sender: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    start = time.monotonic()
     try:
         row = try_model(library, name, MODELS[library][name])
     except Exception as problem:
@@ -491,13 +486,7 @@ def _try_and_send(library: str, name: str, sender: Any) -> None:
             "outcome": "crashed",
             "said": f"{type(problem).__name__}: {problem}",
         }
-    sender.send(
-        {
-            **row,
-            "version": version(PACKAGES.get(library, library)),
-            "seconds": time.monotonic() - start,
-        }
-    )
+    sender.send({**row, "version": version(PACKAGES.get(library, library))})
 
 
 def try_in_process(library: str, name: str) -> dict[str, Any]:
@@ -561,7 +550,24 @@ def main() -> None:
                 flush=True,
             )
     print(dict(Counter(row["outcome"] for row in rows)))
+    rows = merge_rows(options.out, [{**row, "commit": head["commit"]} for row in rows])
     write_text(options.out, json.dumps({**head, "models": rows}, indent=1) + "\n")
+
+
+def merge_rows(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return new rows and the stored ones of other models, in the order of ``MODELS``.
+
+    Rows of older files have the commit of the file.
+    """
+    rows_by_model = {}
+    if path.exists():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for row in content["models"]:
+            key = row["library"], row["model"]
+            rows_by_model[key] = {"commit": content["commit"], **row}
+    rows_by_model |= {(row["library"], row["model"]): row for row in rows}
+    names = [(library, name) for library, models in MODELS.items() for name in models]
+    return [rows_by_model[name] for name in names if name in rows_by_model]
 
 
 if __name__ == "__main__":

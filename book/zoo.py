@@ -11,7 +11,7 @@ from bench.third_party.results import OUTCOMES
 from bench.zoo import FILE, LOOPS
 from cpt_lab.paths import results_dir
 
-NEGLIGIBLE_SHARE = 0.01  # of the matmuls of a model: what is named and less than that is no part of the model
+NEGLIGIBLE_SHARE = 0.01  # of the MACs of a model: less than that in float32, or undecided, is no part of the model
 
 
 def read_results() -> dict[str, Any]:
@@ -20,15 +20,33 @@ def read_results() -> dict[str, Any]:
 
 
 def is_whole(row: dict[str, Any]) -> bool:
-    """Return whether all matmuls of a model are quantised, except for less than 1 % that ``check`` names."""
-    return (
-        row["outcome"] in ("whole", "in part") and 1 - row["share"] < NEGLIGIBLE_SHARE
-    )
+    """Return whether a model trains with matmuls that were seen to be quantised, except for less than 1 %.
+
+    The rest runs in float32 where ``check`` names it, or has operands too small to tell.
+    """
+    if row["outcome"] not in ("whole", "in part"):
+        return False
+    rest = 1 - row["share"] + row["undecided"]
+    return row["finite"] and not row["unknown"] and rest < NEGLIGIBLE_SHARE
+
+
+def outcome_of(row: dict[str, Any]) -> str:
+    """Return the outcome of a model as the page counts it."""
+    if is_whole(row):
+        return "whole"
+    if row["outcome"] != "whole":
+        return row["outcome"]
+    return "undecided" if row["finite"] else "not finite"
 
 
 def title(models: list[dict[str, Any]]) -> str:
-    """Return the title of the page: how many models train fully quantised."""
-    return f"{sum(map(is_whole, models))} of {len(models)} models of other libraries train with every matmul quantised"
+    """Return the title of the page: how many models train quantised."""
+    count = sum(map(is_whole, models))
+    share = f"{1 - NEGLIGIBLE_SHARE:.0%}".replace("%", " %")
+    return (
+        f"{count} of {len(models)} models of other libraries train with more than {share} of their MACs "
+        "seen to be quantised"
+    )
 
 
 def page() -> str:
@@ -38,7 +56,11 @@ def page() -> str:
     versions = dict.fromkeys(
         f"{row['library']} {row['version']}" for row in models if "version" in row
     )
-    outcomes = Counter("whole" if is_whole(row) else row["outcome"] for row in models)
+    outcomes = Counter(map(outcome_of, models))
+    counts = ", ".join(f"{n} {outcome}" for outcome, n in outcomes.most_common())
+    commits = dict.fromkeys(
+        f"`{row.get('commit', results['commit'])[:10]}`" for row in models
+    )
     proven = ""
     if not outcomes["silent"]:
         proven = " No matmul ran in float32 that `cpt.check` calls quantised."
@@ -46,19 +68,20 @@ def page() -> str:
         f"# {title(models)}",
         "",
         f"`python -m bench.zoo` tried {len(models)} models of {len(versions)} libraries at commit "
-        f"`{results['commit'][:10]}`, each small and without weights. `cpt.quantize_` converted it, and it trained for "
-        "three steps. A watcher that asks nothing of this package looked at the operands of every matmul of a forward "
-        f"pass at 2 bits: {', '.join(f'{n} {outcome}' for outcome, n in outcomes.most_common())}."
-        + proven,
+        f"{', '.join(commits)}, each small and without weights. `cpt.quantize_` "
+        "converted it, and it trained for three steps. A watcher that asks nothing of this package looked at the "
+        f"operands of every matmul of a forward pass at 2 bits: {counts}." + proven,
         "",
         "*Quantised* is the share of the multiply-accumulates (MACs) whose operands are on a grid, as the watcher saw "
-        "it. *MACs* says whether `cpt.check` counts as many as the watcher. *Use* names what went wrong when the model "
-        f"was used: {', '.join(LOOPS)}, with rounding to nearest. What float32 does no better is left out.",
+        "it, among those that it could decide; *undecided* is the share whose operands have too few numbers to tell, "
+        "with operations that it cannot look into. *MACs* says whether `cpt.check` counts as many as the watcher. "
+        f"*Use* names what went wrong when the model was used: {', '.join(LOOPS)}, with rounding to nearest. What "
+        "float32 does no better is left out.",
         "",
         f"Versions: {', '.join(versions)}.",
         "",
-        "| library | model | quantised | MACs | use | in float32, and why |",
-        "|---|---|---|---|---|---|",
+        "| library | model | quantised | undecided | MACs | use | in float32, and why |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['library']} | {row['model']} | {' | '.join(_cells(row))} |"
@@ -154,7 +177,7 @@ PROOF_ROWS = (
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "share" not in row:
-        return row["outcome"], "", "", row["said"].replace("|", "\\|")
+        return row["outcome"], "", "", "", row["said"].replace("|", "\\|")
     macs = (
         "equal"
         if row["macs"] == row["macs of check"]
@@ -166,9 +189,13 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     layers = [f"{place} ({n / row['macs']:.1%})" for place, n in row["float32"].items()]
     more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     float32_layers = f"{', '.join(layers[:3])}{more}"
+    if not row["finite"]:
+        failed_uses.insert(0, "training is not finite")
     use_text = ", ".join(failed_uses) or "right"
+    undecided = [f"{row['undecided']:.1%}"] if row["undecided"] else []
     return (
         f"{row['share']:.2%}".replace("100.00%", "100%"),
+        ", ".join([*undecided, *row["unknown"]]),
         macs,
         use_text,
         float32_layers,
