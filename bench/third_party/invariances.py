@@ -162,7 +162,13 @@ def largest_difference(
 
 
 def relative_difference(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference relative to the largest number; infinity if shapes or NaN differ."""
+    """Return the largest difference relative to the largest number; infinity if shapes or NaN differ.
+
+    Raises:
+        ArithmeticError: if no number is finite, so that nothing is compared.
+    """
+    if not bool(first.isfinite().any() or second.isfinite().any()):
+        raise ArithmeticError("the outputs are not finite")
     if first.shape != second.shape:
         return float("inf")
     if not bool((first.isnan() == second.isnan()).all()):

@@ -1,15 +1,12 @@
-"""Known failures of other libraries' models and functions, each with its reason."""
+"""Known failures of other libraries' models, each with its reason."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from bench.third_party.examination import Row
 from bench.third_party.invariances import Answer
-
-# (pattern of the layer or function, fault) -> reason
-KNOWN_FAULTS: dict[tuple[str, str], str] = {}
 
 ZEROS_OF_CONVOLUTIONS = (
     "a convolution layer has the paper's grid, on which 0 need not lie; "
@@ -35,25 +32,14 @@ KNOWN_ANSWERS: dict[tuple[str, str], str] = {
 
 
 def unexpected_rows(rows: Iterable[Row]) -> list[str]:
-    """Return a line for every fault that is not a known one."""
-    lines = []
-    for row in rows:
-        for fault in row.faults:
-            if not is_known_fault(row.name, fault):
-                lines.append(f"{row.name} ({row.case}): {fault}")
-    return lines
-
-
-def is_known_fault(name: str, fault: str) -> bool:
-    """Return whether a fault of a layer or function is in ``KNOWN_FAULTS``."""
-    return any(
-        fnmatchcase(name, pattern) and fault.startswith(known_fault)
-        for pattern, known_fault in KNOWN_FAULTS
-    )
+    """Return a line for every fault of a layer or function; none is known."""
+    return [f"{row.name} ({row.case}): {fault}" for row in rows for fault in row.faults]
 
 
 def reason_of(answer: Answer) -> str:
-    """Return why an invariance is known to be broken; "" if it is not."""
+    """Return why an invariance is known to be broken; "" if it is not. No crash is known."""
+    if answer.outcome != "broken":
+        return ""
     for (model, question), reason in KNOWN_ANSWERS.items():
         if fnmatchcase(answer.model, model) and answer.question == question:
             return reason
@@ -68,4 +54,20 @@ def unexpected_answers(answers: Iterable[Answer]) -> list[str]:
             question = f"{answer.family}, {answer.model}, {answer.question}"
             moved = dict(answer.moved)
             lines.append(f"{question}: {answer.outcome} {moved} {answer.error}")
+    return lines
+
+
+def outdated_answers(answers: Sequence[Answer]) -> list[str]:
+    """Return a line for every known failure that all of its models have overcome."""
+    lines = []
+    for pattern, question in KNOWN_ANSWERS:
+        outcomes = {
+            answer.outcome
+            for answer in answers
+            if fnmatchcase(answer.model, pattern) and answer.question == question
+        }
+        if outcomes and outcomes.isdisjoint(("broken", "crashed")):
+            lines.append(
+                f"{pattern}, {question}: is listed as a known failure, but holds"
+            )
     return lines
