@@ -9,7 +9,8 @@ The rule, written before the runs: *rising minus even* and *rising minus falling
 two-sided t test with Holm's correction over the fourteen, at .05; a percent of the perplexity is too little to name.
 *Rising minus static* and *even minus static* are shown beside it, with no test. A model that diverged counts as chance.
 Differences have a standard deviation of about 2 %: then twelve seeds find 2.5 % with power .9 at .05 / 14. Writes
-``data/results/rising_vs_falling.json`` after every seed, and goes on from there.
+``data/results/rising_vs_falling.json`` after every seed, and goes on from there on the
+same commit and machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.resume import check_same_provenance
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import quantize_
 from cpt_core.schedules.cost import relative_cost
@@ -121,8 +123,12 @@ def main() -> None:
     """Train all runs, print and write them."""
     torch.set_num_threads(1)
     path = results_dir() / "rising_vs_falling.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows = []
     where = {**source(), "machine": machine(), "versions": versions()}
+    if path.exists():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        check_same_provenance(path, content["provenance"], where)
+        rows = content["rows"]
     schedules_by_task = {name: arms(recipe) for name, recipe in RECIPES.items()}
     for seed in [s for s in SEEDS if s not in {row["seed"] for row in rows}]:
         for name, recipe in RECIPES.items():

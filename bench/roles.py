@@ -8,7 +8,7 @@ compared with static *3/8* and with *4/5*, the pair that H7 found, at 0.98 of th
 The rule, written before the runs: *allocated minus 3/8* and *allocated minus 4/5* of every task, paired by seed, by a
 two-sided t test with Holm's correction over the eight, at .05; a percent of the perplexity, a point, and .2 points on
 the graph are too little to name. A model that diverged counts as chance. Writes ``data/results/roles.json`` after every
-seed, and goes on from there.
+seed, and goes on from there on the same commit and machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 
 import torch
 
+from bench.resume import check_same_provenance
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_extras.files import write_text
@@ -66,6 +67,8 @@ def main() -> None:
     path = results_dir() / "roles.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     where = {**source(), "machine": machine(), "versions": versions()}
+    if content:
+        check_same_provenance(path, content["provenance"], where)
     content = {
         "command": "python -m bench.roles",
         "measured": {},
