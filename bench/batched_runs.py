@@ -1,10 +1,11 @@
 """Speed-up of runs that train side by side in one process: ``python -m bench.batched_runs [RECIPE ...]``.
 
-It measures two ratios for the demo recipes whose runs are batched by default. *R=2, R=11*: CPU seconds of a run that
-trains alone, divided by those of a run in a batch of 2 or 11, on one thread, from its start to its metrics. *sweep*:
+It measures two ratios for the demo recipes whose runs are batched by default. *R=2, R=11*: CPU seconds of 2 or 11 runs
+that train one after the other, divided by those of a batch of the same runs, on one thread, from their start to their
+metrics. *sweep*:
 wall seconds of a sweep with one process for every run, divided by those of the sweep with its default batches; the
 sweep has the schedules and static 8 on two seeds, with two workers. All are medians of three interleaved measurements.
-Writes ``data/results/together.json``.
+Writes ``data/results/together.json``; recipes that are not named stay as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,16 +71,22 @@ def measure_recipe(name: str) -> dict[str, float]:
     arms = specs(name, 0)
     train(load_task_class(arms[0]), arms[0])  # loads data and kernels
 
+    def train_alone(count: int) -> None:
+        for spec in arms[:count]:
+            train(load_task_class(spec), spec)
+
     def train_batch(count: int) -> None:
         run_batched(
             [training_steps(load_task_class(spec), spec) for spec in arms[:count]]
         )
 
-    single_seconds, *batch_seconds = median_seconds(
+    seconds = median_seconds(
         time.process_time,
-        lambda: train(load_task_class(arms[2]), arms[2]),
+        *(partial(train_alone, count) for count in BATCH_SIZES),
         *(partial(train_batch, count) for count in BATCH_SIZES),
     )
+    alone_seconds = dict(zip(BATCH_SIZES, seconds[: len(BATCH_SIZES)], strict=True))
+    batch_seconds = dict(zip(BATCH_SIZES, seconds[len(BATCH_SIZES) :], strict=True))
 
     all_specs = [spec for seed in range(2) for spec in specs(name, seed)]
 
@@ -97,11 +105,12 @@ def measure_recipe(name: str) -> dict[str, float]:
     )
 
     speedups = {
-        f"R={count}": round(single_seconds * count / seconds, 2)
-        for count, seconds in zip(BATCH_SIZES, batch_seconds, strict=True)
+        f"R={count}": round(alone_seconds[count] / batch_seconds[count], 2)
+        for count in BATCH_SIZES
     }
+    largest = max(BATCH_SIZES)
     return {
-        "alone_s": round(single_seconds, 2),
+        "alone_s": round(alone_seconds[largest] / largest, 2),
         "sweep_s": round(unbatched_seconds, 1),
         **speedups,
         "sweep": round(unbatched_seconds / default_seconds, 2),
@@ -119,17 +128,28 @@ def main(names: list[str]) -> None:
             {**os.environ, **missing},
         )
     torch.set_num_threads(1)
-    ratios_by_recipe = {}
+    recipes: dict[str, dict[str, Any]] = {}
     for name in names or EMBEDDED:
-        ratios_by_recipe[name] = measure_recipe(name)
-        print(name, ratios_by_recipe[name], flush=True)
-    where = {**source(), "machine": machine(), "versions": versions()}
+        ratios = measure_recipe(name)
+        print(name, ratios, flush=True)
+        where = {**source(), "machine": machine(), "versions": versions()}
+        recipes[name] = {**ratios, "provenance": where}
+    path = results_dir() / "together.json"
     content = {
         "command": "python -m bench.batched_runs",
-        "recipes": ratios_by_recipe,
-        "provenance": where,
+        "recipes": {**read_recipes(path), **recipes},
     }
-    write_text(results_dir() / "together.json", json.dumps(content, indent=1) + "\n")
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_recipes(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the stored ratios by recipe, each with its provenance; that of older files is common to all."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    where = content.get("provenance", {})
+    recipes = content["recipes"].items()
+    return {name: {"provenance": where, **ratios} for name, ratios in recipes}
 
 
 if __name__ == "__main__":
