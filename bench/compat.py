@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,7 +118,13 @@ def check_combination(
         install = [uv, "pip", "install", "-q", "-p", str(venv), *source]
         is_installed, output = _call(*install, f"{wheel}[lab]", requirement, cwd=folder)
         if not is_installed:
-            outcome = f"skipped: {requirement} cannot be installed ({_reason(output)})"
+            # The wheel is to blame if torch alone can be installed.
+            alone = [*install, "--dry-run", requirement]
+            has_torch, torch_output = _call(*alone, cwd=folder)
+            outcome = f"FAILED: the wheel cannot be installed ({_reason(output)})"
+            if not has_torch:
+                reason = _reason(torch_output)
+                outcome = f"skipped: {requirement} cannot be installed ({reason})"
             return Combination(python, torch, "-", outcome)
 
         has_passed, output = _call(venv / "bin" / "python", CHECK, cwd=folder)
@@ -154,11 +161,16 @@ def main() -> int:
                 print("{:<7} torch {:<8} {:<14} {}".format(*combination), flush=True)
                 outcomes.append(combination.outcome)
 
+    return summarise(outcomes)
+
+
+def summarise(outcomes: Sequence[str]) -> int:
+    """Print the number of outcomes; return 1 if a combination failed, or none passed."""
     failed = sum(outcome.startswith("FAILED") for outcome in outcomes)
     passed = sum(outcome.startswith("passed") for outcome in outcomes)
     skipped = len(outcomes) - passed - failed
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return min(failed, 1)
+    return int(failed > 0 or not passed)
 
 
 if __name__ == "__main__":
