@@ -1,7 +1,8 @@
 """Map from mutants to all tests that turn red: ``python -m bench.mutants --all-red``.
 
 The map answers which tests protect something alone, and which protect nothing that another test does not. It is made
-in two steps, each of which goes on where it stopped, in ``build/mutant_map``:
+in two steps, each of which goes on where it stopped, in a folder of ``build/mutant_map`` that is named by the commit,
+and by the changes of the working tree:
 
 1. The tests of ``make test`` run once under line coverage with a context per test (``coverage/``).
 2. For every mutant, all tests that execute a changed line run, and those that the table names (``red.jsonl``). For a
@@ -16,6 +17,7 @@ Child processes are not measured: lines that run in them alone count as lines of
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 import subprocess
@@ -27,6 +29,7 @@ from typing import NamedTuple
 
 from bench import PACKAGES
 from bench.mutants import GREEN, RED, ROOT, Mutant, find_problem, run
+from bench.mutation_operators import git
 
 RED_TEST = re.compile(
     r"^(?:FAILED|ERROR) tests/(\S+\.py(?:::\w+)*(?:\[.*?\])?)(?: - |$)", re.M
@@ -38,7 +41,7 @@ class RedTests(NamedTuple):
 
     Attributes:
         mutant: file and description.
-        number_run: number of selected tests.
+        number_run: number of tests that ran.
         red: ids of the tests that failed, relative to ``tests``.
         status: exit status of pytest; -1 for a run that was stopped.
     """
@@ -89,15 +92,19 @@ class LineContexts:
         selected = changed if inside.issuperset(changed) else inside
         tests = set().union(*(lines.get(line, set()) for line in selected))
 
-        covered_by_name = {test.partition("[")[0] for test in tests}
-        files = {test.partition("::")[0] for test in tests}
-        missing = set(mutant.tests) - tests - covered_by_name - files
-        return sorted(tests | missing)
+        named = set(mutant.tests)
+        others = [test for test in tests if named.isdisjoint(_names_of(test))]
+        return sorted([*named, *others])
 
 
 def _test_of(context: str) -> str:
     """Return the id of a test from a context such as "tests/test_a.py::test_b[1]|run"."""
     return context.rpartition("|")[0].removeprefix("tests/")
+
+
+def _names_of(test: str) -> set[str]:
+    """Return the ids that select a test: with its parameters, without them, and its file."""
+    return {test, test.partition("[")[0], test.partition("::")[0]}
 
 
 def function_lines(source: str) -> set[int]:
@@ -108,6 +115,18 @@ def function_lines(source: str) -> set[int]:
             end = node.end_lineno or node.lineno
             lines.update(range(node.body[0].lineno, end + 1))
     return lines
+
+
+def tree_name(root: Path = ROOT) -> str:
+    """Return the commit of a working tree, and a hash of what differs from it, if anything does."""
+    commit = git(root, "rev-parse", "--short=12", "HEAD").strip()
+    changes = hashlib.sha256(git(root, "diff", "--binary", "HEAD").encode())
+    new_files = git(root, "ls-files", "-z", "--others", "--exclude-standard")
+    for name in new_files.split("\0")[:-1]:
+        if (root / name).is_file():
+            changes.update(name.encode() + (root / name).read_bytes())
+    is_clean = changes.digest() == hashlib.sha256().digest()
+    return commit if is_clean else f"{commit}-{changes.hexdigest()[:8]}"
 
 
 def record_coverage(folder: Path, jobs: int, root: Path = ROOT) -> Path:
@@ -136,7 +155,9 @@ def find_red_tests(
     """Run all tests that reach a mutant; return those that turn red."""
     tests = contexts.tests_of(mutant, root)
     status, output = run(tests, mutant, root, options=("-rfE",))
-    return RedTests(str(mutant), len(tests), tuple(RED_TEST.findall(output)), status)
+    summary = output.rstrip().rpartition("\n")[2]
+    number_run = sum(map(int, re.findall(r"(\d+) (?:passed|failed|error)", summary)))
+    return RedTests(str(mutant), number_run, tuple(RED_TEST.findall(output)), status)
 
 
 def read_map(path: Path) -> dict[str, RedTests]:
@@ -154,7 +175,10 @@ def make_map(
     mutants: Sequence[Mutant], folder: Path, jobs: int, root: Path = ROOT
 ) -> dict[str, RedTests]:
     """Complete the map of some mutants in a folder and return it."""
-    stale = [f"{mutant}: {why}" for mutant in mutants if (why := find_problem(mutant))]
+    stale = []
+    for mutant in mutants:
+        if reason := find_problem(mutant, root):
+            stale.append(f"{mutant}: {reason}")
     if stale:
         sys.exit("\n".join(stale))
     contexts = LineContexts.read(record_coverage(folder, jobs, root), root)

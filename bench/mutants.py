@@ -235,10 +235,9 @@ def try_mutant(mutant: Mutant, root: Path = ROOT) -> str:
     if reason := find_problem(mutant, root):
         return f"STALE: {reason}"
     status, output = run(mutant.tests, mutant, root)
-    if status == RED:
-        return "killed by " + ", ".join(
-            re.findall(r"^FAILED tests/(\S+)", output, re.M)
-        )
+    failed_tests = re.findall(r"^FAILED tests/(\S+)", output, re.M)
+    if status == RED and failed_tests:  # without any, the tests ended in their setup
+        return f"killed by {', '.join(failed_tests)}"
     if mutant.is_generated and status != GREEN:
         return "killed, its tests do not run"
     return (
@@ -328,9 +327,9 @@ def main() -> None:
         )
         selected = random.Random(options.seed).sample(selected, options.most)
     if options.all_red:
-        from bench.mutant_map import make_map, summarize_map
+        from bench.mutant_map import make_map, summarize_map, tree_name
 
-        folder = ROOT / "build" / "mutant_map"
+        folder = ROOT / "build" / "mutant_map" / tree_name()
         print(summarize_map(make_map(selected, folder, options.jobs)))
         return
     began = time.monotonic()

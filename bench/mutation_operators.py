@@ -93,14 +93,14 @@ def changed_lines(
         "--no-color",
         "--dst-prefix=b/",
     )
-    for line in _git(root, "diff", *options, ref, "--", *folders).splitlines():
+    for line in git(root, "diff", *options, ref, "--", *folders).splitlines():
         if header := re.match(r"\+\+\+ b/(.*\.py)$", line):
             lines = lines_by_file.setdefault(header[1], set())
         elif line.startswith("+++ "):  # another file, or one that is gone
             lines = set()
         elif hunk := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
             lines.update(range(int(hunk[1]), int(hunk[1]) + int(hunk[2] or 1)))
-    for name in _git(
+    for name in git(
         root,
         "ls-files",
         "--others",
@@ -114,7 +114,12 @@ def changed_lines(
     return {name: lines for name, lines in lines_by_file.items() if lines}
 
 
-def _git(root: Path, *words: str) -> str:
+def git(root: Path, *words: str) -> str:
+    """Return what git prints in a folder.
+
+    Raises:
+        ValueError: if it fails.
+    """
     process = subprocess.run(["git", *words], cwd=root, text=True, capture_output=True)
     if process.returncode:
         raise ValueError(f"git {' '.join(words)}: {process.stderr.strip()}")

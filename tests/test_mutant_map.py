@@ -1,14 +1,17 @@
 """The map of mutants: which tests reach a changed line, which of them turn red, and what the summary says."""
 
 import pytest
+from helpers import run_command
 
 from bench.mutant_map import (
     LineContexts,
     RedTests,
     find_red_tests,
     greedy_cover,
+    make_map,
     read_map,
     summarize_map,
+    tree_name,
 )
 from bench.mutants import Mutant
 
@@ -33,6 +36,7 @@ def test_double():
     assert double(4) == 8
 """
 HALVES = ["test_half.py::test_half[4]", "test_half.py::test_half[no thing]"]
+HALF, DOUBLE = "test_half.py::test_half", "test_half.py::test_double"
 CONTEXTS = LineContexts(
     {"cpt_core/half.py": {1: [], 5: HALVES, 9: ["test_half.py::test_double"]}}
 )
@@ -54,14 +58,42 @@ def mutant(before, after):
 @pytest.mark.parametrize(
     ("change", "tests"),
     [
-        (("x / SCALE", "x"), HALVES),
-        (("x * SCALE", "x"), ["test_half.py::test_double", "test_half.py::test_half"]),
-        (("SCALE = 2", "SCALE = 3"), ["test_half.py::test_double", *HALVES]),
+        (("x / SCALE", "x"), [HALF]),
+        (("x * SCALE", "x"), [DOUBLE, HALF]),
+        (("SCALE = 2", "SCALE = 3"), [DOUBLE, HALF]),
     ],
     ids=["in a function", "of another test than named", "at import"],
 )
 def test_line_contexts_select_tests(change, tests, project):
     assert CONTEXTS.tests_of(mutant(*change), project) == tests
+
+
+def test_line_contexts_keep_named_files(project):
+    """Run all tests of a file that a mutant names: some may run the changed line in another process."""
+    named = Mutant("cpt_core/half.py", "", "x / SCALE", "x", ("test_half.py",))
+    assert CONTEXTS.tests_of(named, project) == ["test_half.py"]
+
+
+def test_tree_name_changes_with_every_edit(project, monkeypatch):
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "A")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "docs: Add")):
+        run_command("git", *words, cwd=project)
+    names = [tree_name(project)]
+    (project / "cpt_core/half.py").write_text(SOURCE + "# an edit\n")
+    names.append(tree_name(project))
+    (project / "new.py").write_text("")
+    names.append(tree_name(project))
+    assert len(names[0]) == 12
+    assert len(set(names)) == 3
+    assert all(name.startswith(f"{names[0]}-") for name in names[1:])
+
+
+def test_make_map_looks_for_texts_below_root(project, tmp_path):
+    absent = mutant("x / 4", "x")
+    with pytest.raises(SystemExit, match="is in the file 0 times"):
+        make_map([absent], tmp_path, 1, project)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """``make mutants``: its table fits the packages, and killed mutants are told from surviving ones."""
 
 import ast
+from dataclasses import replace
 
 import pytest
 from helpers import refused, run_command
@@ -70,6 +71,20 @@ def test_mutants_cover_every_package():
 def test_mutant_that_no_longer_fits_is_stale(change, why, project):
     assert why in find_problem(mutant(*change), project)
     assert try_mutant(mutant(*change), project).startswith("STALE: ")
+
+
+@pytest.mark.parametrize(
+    ("is_generated", "outcome"),
+    [(False, "NOT TRIED, its tests did"), (True, "killed, its tests do not run")],
+)
+def test_mutant_with_errors_alone_is_not_tried(
+    is_generated, outcome, project, monkeypatch
+):
+    """Expect a failing test of a mutant that was written by hand: an error in a setup tells nothing."""
+    output = "ERROR tests/test_half.py::test_half - NameError: no half"
+    monkeypatch.setattr(mutants, "run", lambda *args: (mutants.RED, output))
+    change = replace(mutant("x / 2", "x / 4"), is_generated=is_generated)
+    assert try_mutant(change, project).startswith(outcome)
 
 
 @pytest.mark.slow
