@@ -112,10 +112,10 @@ bench: setup  ## time of a quantised training step relative to float32
 demo-check: setup  ## run notebooks 03 to 07 at demo scale; every promised figure and table must be there: 15 minutes; ONLY=03
 	set -f; $(BIN)/python -m bench.demo_check $${ONLY:+--only $$ONLY}
 
-mutants: setup  ## break a copy in 600 small ways, each of which must turn a test red: an hour; ONLY=bitops JOBS=2 CHANGED=main
+mutants: setup  ## make small wrong changes in a copy, each of which must turn a test red: an hour; ONLY=bitops JOBS=2 CHANGED=main
 	set -f; $(BIN)/python -m bench.mutants $${ONLY:+--only $$ONLY} $${JOBS:+-j "$$JOBS"} $${CHANGED:+--changed "$$CHANGED"}
 
-third-party: setup  ## torch's databases, invariances of 200 models, tests of transformers and timm; ONLY=layers UPDATE=1
+third-party: setup  ## torch's databases, invariances of foreign models, tests of transformers; ONLY=layers UPDATE=1
 	set -f; $(BIN)/python -m bench.third_party $${ONLY:+--only $$ONLY} $${UPDATE:+--update}
 
 # Their clients need other versions than the lock has: they lie in an environment before the packages of .venv.

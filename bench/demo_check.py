@@ -24,7 +24,6 @@ DRAWS = (
     "figures.",
     "deficit_dates.decay_figure(",
     "h12.figure(",
-    "predictors.correlation_figure(",
 )
 TABULATES = "NotebookTable("
 CLAIMS = "the paper says"

@@ -32,7 +32,7 @@ SHAPES = {  # M rows, K of a sum, N columns
     "graph convolution": (16384, 128, 512),
     "tiny, 64-32-10": (16, 64, 32),
 }
-PASSES = ("forward", "error", "weight")
+PASSES = ("forward", "dgrad", "wgrad")
 ROUNDS = 25
 
 
@@ -49,12 +49,12 @@ def timed(
     return run
 
 
-def uses_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x (M, K) times weight (N, K) transposed."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+def matmul_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x (M, K) times weight (N, K) transposed, computed by oneDNN."""
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
         x, weight, None, "none", [], ""
     )
-    return product
+    return output
 
 
 def main() -> None:
@@ -63,7 +63,9 @@ def main() -> None:
     print(f"torch {torch.__version__}, 1 thread, {cpu()['cpu']}")
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if not (gemm_backend.has_onednn_matmul() and torch.backends.mkl.is_available()):
-        raise SystemExit("this torch has not both: MKL, and oneDNN's product")
+        raise SystemExit(
+            "gemm_shapes needs a torch with MKL and with mkldnn::_linear_pointwise"
+        )
     print(
         f"{'oneDNN to MKL: median (minimum)':<32}"
         + "".join(f"{name:>16}" for name in PASSES)
@@ -74,10 +76,10 @@ def main() -> None:
         x, weight, d_y = torch.randn(M, K), torch.randn(N, K), torch.randn(M, N)
         operands = {
             "forward": (x, weight),
-            "error": (d_y, weight.t()),
-            "weight": (d_y.t(), x.t()),
+            "dgrad": (d_y, weight.t()),
+            "wgrad": (d_y.t(), x.t()),
         }
-        libraries = {"onednn": uses_onednn, "mkl": torch.nn.functional.linear}
+        libraries = {"onednn": matmul_onednn, "mkl": torch.nn.functional.linear}
         variants = {
             (gemm, lib): timed(f, *operands[gemm])
             for gemm in PASSES

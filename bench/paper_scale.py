@@ -1,12 +1,12 @@
-"""Estimated cost of all runs of the paper: ``cpt plan --measure --scale paper``, then ``python -m bench.paper_scale``.
+"""Estimated cost of all runs of the paper: ``python -m bench.paper_scale``.
 
     python -m bench.paper_scale --tflops 10 --price 2
 
-The plan counts the multiply-accumulates (MACs) of a forward pass of every grid. A training step has three such passes,
-a MAC is two operations, and a simulated matmul runs in float32; rounding, evaluation, reading data and waiting come on
-top. So hours = 6 x MACs x steps x runs / speed. The float32 speed that a GPU reaches on such models and the price of an
-hour are options: no GPU was measured. Writes ``data/results/paper_scale.json``,
-without these two.
+It counts the multiply-accumulates (MACs) of a forward pass of every recipe, as ``cpt plan --measure --scale paper``
+does for the first recipe of every grid; what was measured before is not measured again. A training step has three such
+passes, a MAC is two operations, and a simulated matmul runs in float32; rounding, evaluation, reading data and waiting
+come on top. So hours = 6 x MACs x steps x runs / speed. The float32 speed that a GPU reaches on such models and the
+price of an hour are options: no GPU was measured. Writes ``data/results/paper_scale.json``, without these two.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import pandas as pd
 
 from cpt_extras.files import write_text
 from cpt_lab.experiments.grids import find_grids
+from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import source
 from cpt_lab.sweeps.forecast import CURVE_BYTES, RUN_BYTES
-from cpt_lab.sweeps.step_timing import cached_timing
+from cpt_lab.sweeps.step_timing import Calibration, cached_timing, measure
 
 OPERATIONS = 6  # of a training step, for every MAC of a forward pass
+SCHEDULE_FIELDS = ("steps", "lr", "milestones", "n_cycles")  # of a recipe
 COLUMNS = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()
 
 
 def count_grids() -> pd.DataFrame:
-    """Return one line per grid of the paper: runs, mean steps, MACs of a forward pass, storage."""
+    """Return one line per grid of the paper: runs, mean steps, mean MACs of a forward pass, storage."""
     rows, counted_keys = [], set[str]()
+    timings: dict[str, Calibration] = {}
     for name, grid in find_grids(None).items():
         if "paper" not in grid.scales:
             continue
@@ -39,25 +42,34 @@ def count_grids() -> pd.DataFrame:
         if not specs:
             continue
         counted_keys |= {spec.key for spec in specs}
-        timing = cached_timing(specs[0])
-        if timing is None:
-            raise SystemExit(
-                f"{name} was never measured here; first: cpt plan --measure --scale paper"
-            )
+        for spec in specs:
+            if (work := work_key(spec)) not in timings:
+                timings[work] = cached_timing(spec) or measure(spec)
         steps = [spec.recipe.steps for spec in specs]
+        macs = [timings[work_key(spec)].macs for spec in specs]
+        weighted = [n * count for n, count in zip(macs, steps, strict=True)]
+        mean_macs = sum(weighted) / sum(steps)
+        checkpoints = [timings[work_key(spec)].checkpoint for spec in specs]
         store_mb = sum(CURVE_BYTES * n + RUN_BYTES for n in steps) / 1e6
         values = (
             name,
             grid.artefact,
             len(specs),
             sum(steps) / len(steps),
-            timing.macs / 1e9,
+            mean_macs / 1e9,
             store_mb,
+            2 * max(checkpoints) / 1e6,
         )
-        rows.append(
-            dict(zip(COLUMNS, (*values, 2 * timing.checkpoint / 1e6), strict=True))
-        )
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def work_key(spec: RunSpec) -> str:
+    """Return a text that two runs share if their steps do the same work: the recipe without its schedules."""
+    recipe = spec.to_dict()["recipe"]
+    for name in SCHEDULE_FIELDS:
+        recipe.pop(name, None)
+    return json.dumps(recipe, sort_keys=True)
 
 
 def add_prices(frame: pd.DataFrame, tflops: float, price: float) -> pd.DataFrame:

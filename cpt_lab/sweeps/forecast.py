@@ -104,7 +104,7 @@ def plan(
             "failed": len(failed),
             "missing": len(missing),
         }
-        try:  # the specs of a grid share their recipe
+        try:  # of the first recipe of a grid; most have one
             if measured:
                 timing: Calibration | None = measure(specs[0], device)
             else:
