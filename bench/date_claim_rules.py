@@ -1,9 +1,10 @@
 """Dates of the claims' rules in ``data/paper/claims.csv``: ``python -m bench.date_claim_rules`` renews them.
 
-A rule is what is measured, by which function, how it is tested, and the code of the verdicts, with all functions and
-constants of ``cpt_lab.analysis`` that they call on; a fingerprint tells whether it is what it was. Lines whose rule
-has not changed keep their dates; others get a new one, so that nobody can take rows for a test of a rule that was made
-with them at hand. Commit the file together with the change; ``git log -S FINGERPRINT`` then names the commit.
+A rule is what is measured, by which function, how it is tested, and the code of the verdicts, with all functions,
+methods and constants of ``cpt_lab.analysis`` that they call on; a fingerprint tells whether it is what it was. Lines
+whose rule has not changed keep their dates; others get a new one, so that nobody can take rows for a test of a rule
+that was made with them at hand. Commit the file together with the change; ``git log -S FINGERPRINT`` then names the
+commit.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from cpt_lab.paths import paper_dir
 
 ANALYSIS = "cpt_lab.analysis"
 CODE: tuple[Callable[..., Any], ...] = (
+    claims.judge_claims,
     claims.judge,
     claims.combined,
+    claims.Entry.verdicts,
     claims.runs_for_claim,
     table,
     tuned,
@@ -55,7 +58,7 @@ def fingerprint(claim: Claim) -> str:
 
 
 def collect_code(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
-    """Return the code of functions, and of the functions and constants of the analysis that they use, by name."""
+    """Return the code of functions, and of what they use of the analysis, by name: functions, methods, constants."""
     pending, code_by_name = (
         [inspect.unwrap(function) for function in functions],
         dict[str, Any](),
@@ -68,6 +71,7 @@ def collect_code(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
             continue
         code_by_name[name] = code_words(function)
         for node in _syntax_nodes(function):
+            pending += _find_methods(node, function)
             value = _resolve_name(node, function)
             if inspect.isfunction(value):
                 if value.__module__.startswith(ANALYSIS):
@@ -97,6 +101,22 @@ def _resolve_name(node: ast.AST, function: Callable[..., Any]) -> Any:
     if isinstance(node, ast.Attribute):
         value = getattr(value, node.attr, None) if inspect.ismodule(value) else None
     return inspect.unwrap(value) if callable(value) else value
+
+
+def _find_methods(node: ast.AST, function: Callable[..., Any]) -> list[Any]:
+    """Return the methods of an attribute's name, of all classes of the analysis that a function's module has."""
+    if not isinstance(node, ast.Attribute):
+        return []
+    methods = []
+    for value in function.__globals__.values():
+        if inspect.isclass(value) and value.__module__.startswith(ANALYSIS):
+            member = vars(value).get(node.attr)
+            for name in ("fget", "func", "__func__"):  # of properties and class methods
+                member = getattr(member, name, member)
+            method = inspect.unwrap(member) if callable(member) else None
+            if inspect.isfunction(method):
+                methods.append(method)
+    return methods
 
 
 def _is_plain_table(value: Any) -> bool:

@@ -252,6 +252,9 @@ PARTS = [  # what the fingerprint of a claim has to cover
     (predictors, "PREDICTORS", "noise_decides", {"relative_cost": 1}),
     (claim_measures, "_lengths", "deficit_length", another_rule),
     (run_groups, "preregistered", "cpt_improves", another_rule),
+    (rules, "_add_full_bits_quality", "cpt_improves", another_rule),
+    (rules.Entry, "verdict", "cpt_improves", another_rule),
+    (rules.Entry, "_tested", "cpt_improves", another_rule),
     (run_table, "EXTERNAL_FAILURE", "cpt_improves", re.compile("no memory")),
 ]
 
