@@ -102,7 +102,9 @@ def in_band(name: str, value: float) -> None:
         raise AssertionError(
             f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}"
         )
-    print(f"{name}: within four standard deviations of {len(band['values'])} earlier seeds")
+    print(
+        f"{name}: within four standard deviations of {len(band['values'])} earlier seeds"
+    )
 
 
 def compare(
