@@ -31,6 +31,7 @@ from cpt_lab.data.text_lines import (
     normalize_line_breaks,
     report_line_breaks,
     report_unknown_words,
+    report_word_breaks,
     strip_markers,
 )
 from cpt_lab.data.unread_files import is_below_hidden, report_unread
@@ -167,6 +168,7 @@ def _split_units(split: str, text: str, unit: str, report: DataReport) -> list[s
         report.add("read", f"{split}: {pluralize(len(text), 'character')}")
         return list(text)
     report_line_breaks(split, text, report)
+    report_word_breaks(split, text, report)
     words = _words(text)
     lines = text.splitlines()
     blank = sum(not line.strip() for line in lines)

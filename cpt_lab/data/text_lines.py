@@ -104,6 +104,18 @@ def report_line_breaks(name: str, text: str, report: DataReport) -> None:
         )
 
 
+def report_word_breaks(name: str, text: str, report: DataReport) -> None:
+    """Add a fact about white space besides blanks, tabs and ends of lines at which a text is split into words."""
+    known = {" ", "\t", "\n", *BREAK_NAMES}
+    others = sorted(c for c in set(text) - known if c.isspace())
+    if others:
+        counts = {f"U+{ord(c):04X}": text.count(c) for c in others}
+        report.add(
+            "changed",
+            f"{name}: words end at these characters, too: {list_counts(counts)}",
+        )
+
+
 def strip_markers(texts: Mapping[str, str], report: DataReport) -> dict[str, str]:
     """Return texts without the markers that end or begin their lines; report markers that stay words.
 

@@ -286,6 +286,7 @@ def text_cases():
         "form feeds": extended("a mat\x0cdogs run\n"),
         "U+2028": extended("a\u2028b\u2028c\n"),
         "U+0085": extended("a\x85b\n"),
+        "no-break and ideographic spaces": extended("a\xa0mat\u3000a\xa0dog\n"),
         "a byte order mark": texts(encoding="utf-8-sig"),
         "damaged characters": extended("a \ufffd\n"),
         "one shared line": extended(f"{sentences('valid')[0]}\n"),
