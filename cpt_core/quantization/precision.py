@@ -104,6 +104,8 @@ class LayerPrecision(nn.Module):
     ranges_unchecked = True
     # whether weights were loaded from a state_dict after the conversion
     has_loaded = False
+    # whether a scheduler drives the layer and has taken no step yet, so that nothing can have filled its ranges
+    is_untrained = False
     # kinds of warnings already issued, shared by the layers of a model; None turns warnings off
     issued_warnings: set[str] | None = None
     # whether the weight may hold exact zeros; checked once after every change of mode
@@ -239,6 +241,13 @@ class LayerPrecision(nn.Module):
         # nn.Module.__setattr__ is slow
         if scheduler is not self.owning_scheduler:
             self.owning_scheduler = scheduler
+
+    def set_untrained(self, is_untrained: bool) -> None:
+        """Set whether the training of the layer has yet to begin; its ranges are checked again when it has begun."""
+        # nn.Module.__setattr__ is slow
+        if is_untrained != self.is_untrained:
+            self.is_untrained = is_untrained
+            self.ranges_unchecked = True
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode; the owning scheduler may set other bits for evaluation."""
@@ -582,6 +591,8 @@ class LayerPrecision(nn.Module):
             "owning_scheduler": self.owning_scheduler is not None,
             "pending_scheduler": None,
             "is_fixed": False,
+            "is_untrained": False,  # no scheduler is going to train the copy
+            "ranges_unchecked": True,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ class SavedBits(NamedTuple):
     owning_scheduler: Any
     pending_scheduler: Any
     is_fixed: bool
+    is_untrained: bool
     unmatched: str
 
     @classmethod
@@ -219,6 +220,7 @@ class PrecisionScheduler:
                 if only is not None and layer not in only:
                     continue
                 layer.highest = schedule.highest
+                layer.set_untrained(self.last_step == 0)
                 levels = step_levels
                 if not layer.training and self.eval_bits != "current":
                     eval_levels = resolve_levels(

@@ -17,7 +17,7 @@ def warn_of_empty_range(precision: LayerPrecision, role: str, weight: Tensor) ->
     """Warn once per model where a layer evaluates with an empty running range.
 
     A model that a scheduler drives from its own first step on may be evaluated before it is trained: then there is no
-    warning.
+    warning. Copies of it are trained by no scheduler, and parts that stay in evaluation mode fill no range.
 
     Args:
         precision: of the layer.
@@ -29,14 +29,15 @@ def warn_of_empty_range(precision: LayerPrecision, role: str, weight: Tensor) ->
         return
     if not _can_read(weight) or float(weight) > 0:
         return
-    if precision.highest is not None and not precision.has_loaded:
+    if precision.is_untrained and not precision.has_loaded:
         return
     issued_warnings.add(EMPTY_RANGES)
     warnings.warn(
         f"layer {precision.name!r} has no running range of its {role} yet: evaluation rounds every batch on a range of "
         "its own, so that the result for one sample depends on the others. Of a model that was trained quantised load "
-        "the scheduler's state, too: PrecisionScheduler(model, schedule).load_state_dict(saved); else run some batches "
-        "in training mode first, under torch.no_grad()",
+        "the scheduler's state, too: PrecisionScheduler(model, schedule).load_state_dict(saved); into a copy or an "
+        "average of a model copy them by cpt.quantization.copy_ranges(model, copy); else run some batches in training "
+        "mode first, under torch.no_grad(), also of a frozen part that stays in eval() while the rest is trained",
         QuantizationWarning,
         stacklevel=2,
     )

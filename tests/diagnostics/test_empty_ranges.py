@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import FunctionModule
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import cpt_core as cpt
 
@@ -114,3 +115,53 @@ def test_empty_range_warning_survives_dry_run():
     dry_run(model, x)
     assert len(range_warnings(evaluate, model, x)) == 1
     assert range_warnings(evaluate, copy.deepcopy(model), x) == []
+
+
+def train_with_frozen_layer(model, x, follows_mode):
+    """Train for two steps with the first layer in evaluation mode, set in every step or once."""
+    scheduler = cpt.PrecisionScheduler(model, STATIC)
+    model[0].eval()
+    for _ in range(2):
+        if follows_mode:
+            model.train()
+            model[0].eval()
+        model(x).sum().backward()
+        scheduler.step()
+    model(x)
+
+
+@pytest.mark.parametrize("follows_mode", [True, False])
+def test_empty_range_warning_of_frozen_layer(follows_mode):
+    model, x = cpt.quantize_(linear()), torch.randn(5, 8)
+    (text,) = range_warnings(train_with_frozen_layer, model, x, follows_mode)
+    assert text.startswith("layer '0' has no running range of its input")
+    assert "a frozen part" in text
+
+
+def test_empty_range_warning_spares_prepared_frozen_layer():
+    model, x = cpt.quantize_(linear()), torch.randn(5, 8)
+    with torch.no_grad(), cpt.precision(model, 4):
+        model(x)
+    assert range_warnings(train_with_frozen_layer, model, x, True) == []
+
+
+@pytest.mark.parametrize("copy_model", [copy.deepcopy, AveragedModel])
+def test_empty_range_warning_of_copy_before_training(copy_model):
+    model, x = cpt.quantize_(linear()), torch.randn(5, 8)
+    scheduler = cpt.PrecisionScheduler(model, STATIC)
+    copied = copy_model(model)
+    for _ in range(2):
+        model(x).sum().backward()
+        scheduler.step()
+    (text,) = range_warnings(evaluate, copied, x, "q_max")
+    assert "copy_ranges" in text
+    prepared = copy_model(model)
+    cpt.quantization.copy_ranges(model, prepared)
+    assert range_warnings(evaluate, prepared, x, "q_max") == []
+
+
+def test_empty_range_warning_spares_copied_scheduler():
+    """A scheduler that is copied with its model drives the copy, which may be evaluated before training, too."""
+    model = cpt.quantize_(linear())
+    pair = copy.deepcopy((model, cpt.PrecisionScheduler(model, STATIC)))
+    assert range_warnings(evaluate, pair[0], torch.randn(5, 8)) == []

@@ -145,6 +145,7 @@ def test_restartable_training_keeps_scheduler_attached(search, follows, in_block
             assert layer.bits == bits
             assert int(layer.num_steps) == 2**bits - 1
             assert layer.highest == (6, 6, 6, 6)
+            assert layer.is_untrained
 
 
 @SEARCHES
