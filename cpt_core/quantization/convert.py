@@ -31,6 +31,7 @@ from cpt_core.quantization.op_interception import (
     HOOK,
     Interception,
     enter_module,
+    excluded_children,
     interception_mode_class,
     leave_module,
 )
@@ -224,6 +225,28 @@ class ModelMode(interception_mode_class()):  # type: ignore[misc]
     def __reduce__(self) -> tuple[Any, ...]:
         """Return a new mode for copies and pickles."""
         return type(self), (self.float32,)
+
+    def excludes(self, module: nn.Module, name: str) -> bool:
+        """Return whether the user excluded a module, or one around it, from quantisation when converting."""
+        for place in _with_parents(name):
+            if any(fnmatchcase(place, pattern) for pattern in self.float32):
+                return True
+        # parts of a layer are never selected by themselves
+        is_part = isinstance(
+            module, (nn.ParameterList, nn.ParameterDict, ParametrizationList)
+        )
+        if self.filter_fn is None or is_part:
+            return False
+        try:
+            return not self.filter_fn(module, name)
+        except LookupError:  # a table of names, which lacks the new ones
+            return False
+
+    def record_of_excluded(self, module: nn.Module, name: str) -> Interception | None:
+        """Return a record without precision for an excluded module that holds weights, or None."""
+        if not holds_weights(module) or not self.excludes(module, name):
+            return None
+        return Interception(self, name, None, op_handlers.module_kind(module), False)
 
 
 def _convert(
@@ -599,13 +622,30 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def warn_of_added_modules(model: nn.Module) -> None:
-    """Warn once of layers and ``torch.fx`` graphs that were added to a converted model and run in float32."""
+    """Warn once of layers and ``torch.fx`` graphs that were added to a converted model and run in float32.
+
+    Added modules that the conversion would have left in float32, such as a new head under a name in
+    ``QuantConfig.float32``, stay in float32 without a warning: they get the hooks that they would have had.
+    """
+    _hook_excluded_modules(model)
     for module in model.modules():
         if HOOK in vars(module):
             continue
         if "_graph" in vars(module) or holds_weights(module):
             extensions.services("added_modules").warn_of_added_modules(model)
             return
+
+
+def _hook_excluded_modules(model: nn.Module) -> None:
+    """Add the hooks of float32 modules to those that were added after the conversion and that it excludes."""
+    for module in list(model.modules()):
+        interception = vars(module).get(HOOK)
+        if interception is None:
+            continue
+        for child, record in excluded_children(module, interception):
+            vars(child)[HOOK] = record
+            if has_own_forward(child):
+                add_hooks(child)
 
 
 def warn_of_silent_layers(

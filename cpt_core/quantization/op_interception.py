@@ -302,6 +302,10 @@ class QuantizedOpsMode(TorchFunctionMode):
             for layer in owners or [top]
         )
 
+    def record_of_excluded(self, module: nn.Module, name: str) -> Interception | None:
+        """Return a record without precision for a module that the conversion would leave in float32, or None."""
+        return None
+
     # --- layer of an operation ---
 
     def is_weight(self, x: Tensor) -> bool:
@@ -443,11 +447,34 @@ def parameters_with_layers(root: nn.Module) -> list[tuple[Tensor, Interception]]
         interception = getattr(module, HOOK, None)
         if interception is None:
             continue
+        for child, record in excluded_children(module, interception):
+            unconverted += [(p, record) for p in child.parameters(recurse=False)]
         pairs = unconverted if interception.precision is None else converted
         for parameter in module._parameters.values():
             if parameter is not None:
                 pairs.append((parameter, interception))
     return converted + unconverted
+
+
+def excluded_children(
+    module: nn.Module, interception: Interception
+) -> list[tuple[nn.Module, Interception]]:
+    """Return modules below a hooked one that were added to the model later and stay in float32, with records."""
+    # compilers cannot trace the search, and modules that a scheduler has met have records of their own
+    if torch.compiler.is_compiling():
+        return []
+    children = []
+    pending = list(module.named_children())
+    while pending:
+        path, child = pending.pop()
+        if HOOK in vars(child) or isinstance(child, LayerPrecision):
+            continue
+        name = f"{interception.name}.{path}".lstrip(".")
+        record = interception.mode.record_of_excluded(child, name)
+        if record is not None:
+            children.append((child, record))
+        pending += [(f"{path}.{part}", m) for part, m in child.named_children()]
+    return children
 
 
 # --- hooks ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -51,7 +50,9 @@ def added_modules(model: nn.Module) -> dict[str, str | None]:
         root = _root_around(name, roots)
         if root is None or name in parts:
             continue
-        if _is_excluded(roots[root], name, root, modules):
+        mode: Any = roots[root].mode
+        name_in_root = name.removeprefix(root).removeprefix(".")
+        if mode.excludes(modules[name], name_in_root):
             continue
         caller = _caller(name, modules)
         callers[name] = None
@@ -81,24 +82,6 @@ def _converted_roots(modules: Mapping[str, nn.Module]) -> dict[str, Interception
         ):
             roots[name.removesuffix(interception.name).removesuffix(".")] = interception
     return roots
-
-
-def _is_excluded(
-    interception: Interception, name: str, root: str, modules: Mapping[str, nn.Module]
-) -> bool:
-    """Return whether the user excluded a module, or a module around it, when the model was converted."""
-    name_in_root = name.removeprefix(root).removeprefix(".")
-    mode: Any = interception.mode
-    parts = name_in_root.split(".")
-    names = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-    if any(fnmatchcase(place, pattern) for place in names for pattern in mode.float32):
-        return True
-    if mode.filter_fn is None:
-        return False
-    try:
-        return not mode.filter_fn(modules[name], name_in_root)
-    except LookupError:  # a table of names, which lacks the new ones
-        return False
 
 
 def _caller(name: str, modules: Mapping[str, nn.Module]) -> Interception | None:

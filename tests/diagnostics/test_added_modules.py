@@ -221,6 +221,39 @@ def test_added_layer_warning_spares_excluded_layers(config, filter_fn):
     assert reasons == ["not selected by quantize_"]
 
 
+@pytest.mark.parametrize(
+    ("config", "filter_fn"),
+    [
+        (cpt.QuantConfig(float32=("head",)), None),
+        (cpt.QuantConfig(float32=("h*",)), None),
+        (None, lambda module, name: name != "head"),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_added_layer_stays_in_float32_if_excluded(config, filter_fn, is_nested):
+    """A replaced layer under an excluded name is in float32 at once, although the parent is quantised."""
+    model = custom()
+    scheduler = schedule(model, config, filter_fn)
+    train(model, scheduler, 3)
+    head = nn.Linear(8, 3)
+    model.head = nn.Sequential(head) if is_nested and filter_fn is None else head
+    x = torch.randn(4, 8)
+
+    def check_head():
+        with torch.no_grad():
+            expected = F.linear(model.body(x), head.weight, head.bias)
+            assert torch.equal(model(x), expected)
+
+    check_head()
+    assert warnings_of(train, model, scheduler, 6) == []
+    check_head()
+    (row,) = cpt.summary(model, (x,)).float32
+    assert (row.reason, row.share > 0) == ("not selected by quantize_", True)
+    assert cpt.check(model, (x,)).quantized_share < 1
+    restored = cpt.restore_(model)
+    assert not any("_interception" in vars(m) for m in restored.modules())
+
+
 def compile_part(model):
     model[2] = torch.compile(model[2], backend="eager")
     return model
