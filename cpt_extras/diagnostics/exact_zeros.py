@@ -30,11 +30,12 @@ def warn_of_exact_zeros(precision: Any, weight: Tensor) -> None:
 
 
 def _can_read(weight: Tensor) -> bool:
-    """Return whether the elements of a weight can be read: not in tracing or the capture of a CUDA graph."""
+    """Return whether the elements of a weight can be read: there are any, and no tracing or capture."""
     is_plain = (
         type(weight) in (Tensor, nn.Parameter)
         and not weight.is_meta
         and weight.dim() > 1
+        and weight.numel() > 0
     )
     is_captured = (
         weight.is_cuda

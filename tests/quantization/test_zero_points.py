@@ -247,6 +247,23 @@ def test_zero_weights_at_conversion_do_not_warn(weight):
         model(torch.randn(3, 4))
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(0, 4), (3, 0)),
+        (nn.Linear(4, 0), (3, 4)),
+        (nn.Conv1d(0, 4, 3), (2, 0, 8)),
+    ],
+)
+def test_layer_with_empty_weight_runs(layer, shape):
+    x = torch.zeros(shape)
+    expected = layer(x).detach()
+    model = cpt.quantize_(nn.Sequential(layer))
+    for is_training in (True, False):
+        with cpt.precision(model.train(is_training), 8):
+            assert torch.allclose(model(x), expected, atol=1e-2)
+
+
 # --- sums over one element ----------------------------------------------------------------------
 
 SINGLE_TERMS = {
