@@ -13,7 +13,10 @@ A tensor without a mark has its features in the last dimension. Sizes and the me
 
 Marks outlive a call of the model, as in a cache of keys, and other models and threads read them. Following costs time
 per function, so functions that create no marks are followed only while some tensor of the process has one
-(``ATTACHED_MARKS``), or where an argument is a parameter.
+(``ATTACHED_MARKS``), or where an argument is a parameter or a fixed tensor of the model (``fixed_tensors``).
+
+A computed weight depends on parameters and constants: fixed tensors of the model, tensors that a function such as
+``torch.ones`` creates (``FACTORIES``), and what is computed from these. Data of the input is never a constant.
 
 Compilers cannot trace attributes of tensors. In compiled code the position of the features is inferred from the
 strides, which gives the same answer for views, but not for copies and for features that a convolution puts first.
@@ -43,12 +46,14 @@ class TensorMark(NamedTuple):
         dim: dimension of the features, counted from the end: of a softmax or of attention scores, that of the tokens
             which they weight; None if it is not tracked.
         weights_tokens: whether the elements are weights of tokens: a softmax, or scores of attention.
-        is_computed_weight: whether the tensor is computed from parameters and buffers only.
+        is_computed_weight: whether the tensor is computed from parameters and constants only.
+        is_constant: whether it is computed from constants only.
     """
 
     dim: int | None = -1
     weights_tokens: bool = False
     is_computed_weight: bool = False
+    is_constant: bool = False
 
 
 NO_MARK = TensorMark()
@@ -100,12 +105,43 @@ def set_mark(x: Tensor, mark: TensorMark) -> None:
         delattr(x, ATTRIBUTE)
 
 
+def fixed_tensors(root: nn.Module) -> dict[int, Tensor]:
+    """Return buffers and other tensors that are attributes of modules below ``root``: {id: tensor}."""
+    fixed = {}
+    for module in root.modules():
+        tensors = list(module._buffers.values())
+        for value in vars(module).values():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif isinstance(value, (list, tuple)) and value:
+                # a list without a tensor in front, such as a vocabulary, may be long
+                tensors += value if isinstance(value[0], Tensor) else ()
+            elif isinstance(value, dict) and value:
+                first = next(iter(value.values()))
+                tensors += value.values() if isinstance(first, Tensor) else ()
+        for x in tensors:
+            if isinstance(x, Tensor) and not x.requires_grad:
+                fixed[id(x)] = x
+    return fixed
+
+
+def is_constant(x: Tensor, fixed: dict[int, Tensor]) -> bool:
+    """Return whether a tensor is computed from constants only; a view is constant if its base is."""
+    if id(x) in fixed:
+        return True
+    base = x if x._base is None else x._base
+    if id(base) in fixed:
+        return True
+    mark = _own_mark(base)
+    return mark is not None and mark.is_constant
+
+
 def follow_marks(
     function: Any,
     args: Any,
     kwargs: dict[str, Any],
     output: Any,
-    buffers: Callable[[], Iterable[Tensor]],
+    fixed: dict[int, Tensor],
 ) -> None:
     """Mark the output of a function.
 
@@ -114,51 +150,77 @@ def follow_marks(
         args: its positional arguments.
         kwargs: its keyword arguments.
         output: its output.
-        buffers: function that returns the buffers of the running modules.
+        fixed: fixed tensors of the model, see ``fixed_tensors``.
     """
     follower = FOLLOWERS.get(function)
-    if follower is _last:
-        return
-    if function is Tensor.__setitem__:
-        _mark_written(args[0], args[2], moves_last_dimension(function, args))
+    if follower is _last and "out" not in kwargs:
         return
     if kwargs:
         args, kwargs = _bound(args, kwargs)
+    if _follow_write(function, args, kwargs, fixed):
+        return
     sources = tensor_arguments(args, kwargs)
-    if function in COPIES and _is_column(sources[0]):
-        _mark_written(sources[0]._base, sources[-1], is_moved=True)
-        return
+    if function in REFERENCE_FACTORIES:
+        sources = sources[1:]
     marks = [_own_mark(x) for x in sources]
-    if not sources or not (follower or any(marks)):
+    origin = _origin(sources, marks, fixed, function)
+    if not (follower or origin.is_constant or any(marks)):
         return
-    is_weight = _are_weights(sources, marks, buffers)
-    outputs = output if isinstance(output, (list, tuple)) else (output,)
-    for x in outputs:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            continue
-        if follower is None:
-            is_join = bool(args) and isinstance(args[0], (list, tuple))
-            dim, weights_tokens = _joint_mark(sources, marks, x, is_weight, is_join)
-        else:
-            mark = marks[0] or NO_MARK
-            weights_tokens = mark.weights_tokens
-            dim = _followed(follower, mark.dim, sources[0], args[1:], kwargs, x)
-        set_mark(x, TensorMark(dim, weights_tokens or function in SOFTMAX, is_weight))
-        is_in_place = x is sources[0] and _is_in_place(function)
-        if is_in_place and dim != -1 and x._base is not None:
+    for x in tensor_arguments((output,), {}):
+        mark = NO_MARK
+        if x.is_floating_point() and sources:
+            if follower is None:
+                mark = _joint_mark(sources, marks, x, origin.is_weight, args)
+            else:
+                source = marks[0] or NO_MARK
+                dim = _followed(follower, source.dim, sources[0], args[1:], kwargs, x)
+                mark = TensorMark(dim, source.weights_tokens or function in SOFTMAX)
+        set_mark(x, _with_origin(mark, x, origin, fixed))
+        is_written = bool(args) and x is args[0] and _is_in_place(function)
+        if is_written and x._base is not None:
             # a part of a larger tensor was written to
-            _mark_written(x._base, x)
+            _mark_written(x._base, x, origin, fixed)
 
 
-def _mark_written(target: Any, value: Any, is_moved: bool = False) -> None:
+def _follow_write(
+    function: Any, args: Any, kwargs: dict[str, Any], fixed: dict[int, Tensor]
+) -> bool:
+    """Mark the target of a function that writes to a part of a tensor; return False for any other function."""
+    if function is Tensor.__setitem__:
+        target, value = args[0], args[2]
+        is_moved = moves_last_dimension(function, args)
+    elif function in COPIES and _is_column(args[0]):
+        target, value = args[0]._base, tensor_arguments(args, kwargs)[-1]
+        is_moved = True
+    else:
+        return False
+    if isinstance(value, Tensor):
+        origin = _origin([value], [_own_mark(value)], fixed)
+        _mark_written(target, value, origin, fixed, is_moved)
+    return True
+
+
+def _mark_written(
+    target: Tensor,
+    value: Tensor,
+    origin: Origin,
+    fixed: dict[int, Tensor],
+    is_moved: bool = False,
+) -> None:
     """Mark a tensor of which a part was overwritten with ``value``; ``is_moved``: in other dimensions."""
-    mark = _own_mark(value) if isinstance(value, Tensor) else None
-    if not is_moved and (mark is None or mark.dim == -1):
-        return
-    dim = None
-    if mark is not None and value.dim() == target.dim():
-        dim = mark.dim
-    set_mark(target, mark_of(target)._replace(dim=dim))
+    mark = mark_of(value)
+    dim = mark_of(target).dim
+    if is_moved or mark.dim != -1:
+        is_kept = _own_mark(value) is not None and value.dim() == target.dim()
+        dim = mark.dim if is_kept else None
+    for x in (target, target._base):
+        if x is None or isinstance(x, nn.Parameter):
+            continue
+        former = _origin([x], [_own_mark(x)], fixed)
+        written = mark_of(x)
+        if x is target:
+            written = written._replace(dim=dim)
+        set_mark(x, _with_origin(written, x, former.joined(origin), fixed))
 
 
 def tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
@@ -181,15 +243,19 @@ def _own_mark(x: Tensor) -> TensorMark | None:
     return None if attached is None else attached.mark
 
 
-def has_parameters(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a parameter is among the arguments, or in a list or tuple of them."""
+def has_weights(
+    args: Sequence[Any], kwargs: dict[str, Any], fixed: dict[int, Tensor]
+) -> bool:
+    """Return whether a parameter or fixed tensor is among the arguments, or in a list or tuple of them."""
     # most functions take this path, so that this is a loop without intermediate lists
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if kind is nn.Parameter:
+        if kind is nn.Parameter or id(value) in fixed:
             return True
-        if (kind is list or kind is tuple) and nn.Parameter in map(type, value):
-            return True
+        if kind is list or kind is tuple:
+            for x in value:
+                if type(x) is nn.Parameter or id(x) in fixed:
+                    return True
     return False
 
 
@@ -223,22 +289,60 @@ def _followed(
     return follower(dim, x, args, kwargs, y)
 
 
-def _are_weights(
+class Origin(NamedTuple):
+    """Kind of data that a tensor is computed from; data of the input if neither is true.
+
+    Attributes:
+        is_weight: whether these are parameters and constants.
+        is_constant: whether these are constants.
+    """
+
+    is_weight: bool = False
+    is_constant: bool = False
+
+    def joined(self, other: Origin) -> Origin:
+        """Return the origin of a tensor that is computed from tensors of two origins."""
+        if not (any(self) and any(other)):
+            return Origin()
+        is_weight = self.is_weight or other.is_weight
+        return Origin(is_weight, not is_weight)
+
+
+def _origin(
     sources: Sequence[Tensor],
     marks: Sequence[TensorMark | None],
-    buffers: Callable[[], Iterable[Tensor]],
-) -> bool:
-    """Return whether all floating-point arguments of a function are weights, computed weights or buffers."""
-    others = []
+    fixed: dict[int, Tensor],
+    function: Any = None,
+) -> Origin:
+    """Return the origin of the output of a function.
+
+    Integers and booleans, such as masks, may be data of the input, unless they are indices of rows to look up.
+    """
+    if not sources:
+        return Origin(is_constant=function in FACTORIES)
+    has_weight, are_constants = False, True
     for x, mark in zip(sources, marks, strict=True):
         if mark is not None and mark.is_computed_weight:
-            continue
-        if x.is_floating_point():
-            others.append(x)
-    if len(others) == len(sources):
-        return False
-    known = {id(buffer) for buffer in buffers()} if others else set()
-    return all(id(x) in known or id(x._base) in known for x in others)
+            has_weight = True
+        elif not is_constant(x, fixed):
+            if x.is_floating_point() or _is_index(x, function):
+                return Origin()
+            are_constants = False
+    return Origin(has_weight, are_constants and not has_weight)
+
+
+def _with_origin(
+    mark: TensorMark, x: Tensor, origin: Origin, fixed: dict[int, Tensor]
+) -> TensorMark:
+    """Return the mark of a tensor with its origin; fixed tensors are known to be constants without a mark."""
+    is_new_constant = origin.is_constant and id(x) not in fixed
+    is_weight = origin.is_weight and x.is_floating_point()
+    return mark._replace(is_computed_weight=is_weight, is_constant=is_new_constant)
+
+
+def _is_index(x: Tensor, function: Any) -> bool:
+    """Return whether a tensor among the arguments of a function holds indices of rows to look up."""
+    return function in LOOKUPS and x.dtype != torch.bool and not x.is_complex()
 
 
 def _joint_mark(
@@ -246,14 +350,15 @@ def _joint_mark(
     marks: Sequence[TensorMark | None],
     output: Tensor,
     is_weight: bool,
-    is_join: bool,
-) -> tuple[int | None, bool]:
-    """Return the feature dimension of the output of a function that moves no dimension, and ``weights_tokens``.
+    args: Sequence[Any],
+) -> TensorMark:
+    """Return the feature dimension and ``weights_tokens`` of the output of a function that moves no dimension.
 
     Tensors that are expanded do not count beside one of the shape of the output, and parameters do not count beside
     activations. Of tensors that are added or joined, one with features elsewhere decides, since the others may be empty
     caches, masks or biases.
     """
+    is_join = bool(args) and isinstance(args[0], (list, tuple))
     candidates = []
     for x, mark in zip(sources, marks, strict=True):
         is_factor = mark is not None and mark.is_computed_weight and not is_weight
@@ -263,15 +368,15 @@ def _joint_mark(
     same_rank = [mark for x, mark in candidates if x.dim() == output.dim()]
     relevant = same_shape or same_rank
     if not same_shape and not is_join and len(candidates) > 1:
-        return -1, False  # an outer product
+        return NO_MARK  # an outer product
     if not relevant:
         is_last = all(mark.dim == -1 for _, mark in candidates)
-        return -1 if is_last else None, False
+        return NO_MARK if is_last else TensorMark(None)
     dims = {mark.dim for mark in relevant}
     if len(dims) > 1 and (same_shape or is_join):
         dims.discard(-1)
     weights_tokens = any(mark.weights_tokens for mark in relevant)
-    return dims.pop() if len(dims) == 1 else None, weights_tokens
+    return TensorMark(dims.pop() if len(dims) == 1 else None, weights_tokens)
 
 
 # --- functions that move, add or remove dimensions --------------------------------------------------------------------
@@ -613,8 +718,24 @@ RESETS = frozenset(
     + _methods("scaled_dot_product_attention", "matmul", "__matmul__", "mm", "bmm")
 )
 COPIES = frozenset(_methods("copy_"))
+LOOKUPS = frozenset(
+    _methods("__getitem__", "index_select", "gather", "take", "take_along_dim")
+    + _methods("index")
+)
+# functions that create a tensor like another one, of which they read no element
+REFERENCE_FACTORIES = frozenset(
+    _methods(*(f"{name}_like" for name in "ones zeros full empty".split()))
+    + _methods(*(f"{name}_like" for name in "rand randn randint".split()))
+    + _methods(*(f"new_{name}" for name in "ones zeros full empty tensor".split()))
+)
+# functions that create a tensor, a constant unless they are given tensors
+FACTORIES = REFERENCE_FACTORIES | frozenset(
+    _methods("ones", "zeros", "full", "empty", "eye", "tensor", "scalar_tensor")
+    + _methods("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices")
+    + _methods("arange", "range", "linspace", "logspace", "as_tensor", "asarray")
+)
 # functions whose outputs are followed although no tensor has a mark yet
-ALWAYS_FOLLOWED = frozenset(FOLLOWERS) | COPIES
+ALWAYS_FOLLOWED = frozenset(FOLLOWERS) | COPIES | FACTORIES
 FOLLOWERS |= dict.fromkeys(RESETS, _last)
 # the others leave features that are in the last dimension there
 FOLLOWED_BY_NAMES: dict[str, Follower] = {

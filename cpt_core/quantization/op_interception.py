@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -31,8 +31,10 @@ from cpt_core import extensions
 from cpt_core.quantization.feature_axes import (
     ALWAYS_FOLLOWED,
     ATTACHED_MARKS,
+    fixed_tensors,
     follow_marks,
-    has_parameters,
+    has_weights,
+    is_constant,
     moves_last_dimension,
     tensor_arguments,
 )
@@ -137,10 +139,12 @@ class RunningModule:
     Attributes:
         module: the module.
         interception: its record.
+        fixed_tensors: of the outermost module, see ``QuantizedOpsMode.fixed_tensors``; None if not collected yet.
     """
 
     module: nn.Module
     interception: Interception
+    fixed_tensors: dict[int, Tensor] | None = field(default=None, init=False)
 
 
 class _RunningModules(threading.local):
@@ -212,21 +216,24 @@ class QuantizedOpsMode(TorchFunctionMode):
         # compilers cannot trace marks
         if torch.compiler.is_compiling():
             return output
+        fixed = self.fixed_tensors()
         if (
             ATTACHED_MARKS
             or function in ALWAYS_FOLLOWED
-            or has_parameters(args, kwargs)
+            or has_weights(args, kwargs, fixed)
             or moves_last_dimension(function, args)
         ):
-            follow_marks(function, args, kwargs, output, self.running_buffers)
+            follow_marks(function, args, kwargs, output, fixed)
         return output
 
-    def running_buffers(self) -> list[Tensor]:
-        """Return the buffers of the running modules."""
-        buffers: list[Tensor | None] = []
-        for entry in self.running.stack:
-            buffers += entry.module._buffers.values()
-        return [buffer for buffer in buffers if buffer is not None]
+    def fixed_tensors(self) -> dict[int, Tensor]:
+        """Return the tensors that were attributes of modules when the outermost module started: {id: tensor}."""
+        if not self.running.stack:
+            return {}
+        outermost = self.running.stack[0]
+        if outermost.fixed_tensors is None:
+            outermost.fixed_tensors = fixed_tensors(outermost.module)
+        return outermost.fixed_tensors
 
     def call_handler(
         self, handler: Callable[..., Any], function: Any, args: Any, kwargs: Any
@@ -313,8 +320,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
     def is_buffer(self, x: Tensor) -> bool:
-        """Return whether a tensor is a buffer of a running module, or a view of one."""
-        return any(x is y or x._base is y for y in self.running_buffers())
+        """Return whether a tensor is a buffer or another constant of the model."""
+        return is_constant(x, self.fixed_tensors())
 
     def find_layer(self, weight: Tensor) -> Interception:
         """Return the layer that holds a weight, or the innermost running module if none does."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cpt_core as cpt
-from cpt_core.quantization.feature_axes import ATTACHED_MARKS
+from cpt_core.quantization.feature_axes import ATTACHED_MARKS, mark_of
 
 TOKENS, FEATURES, CUT, VISIBLE = 12, 6, 7, 9
 
@@ -844,7 +844,57 @@ MASKS = {
     "where": lambda m: torch.where(m.mask > 0, m.w, 0.0),
     "filled": lambda m: m.w.masked_fill(m.mask == 0, 0),
     "tril": lambda m: m.w.tril(-1),
+    "plain attribute": lambda m: m.w * m.plain,
+    "attribute in list": lambda m: m.masks[0] * m.w,
+    "of buffer": lambda m: m.w * (1 - m.hidden.float()),
+    "of child": lambda m: m.w * m.child.mask.bool().float(),
+    "created": lambda m: m.w * torch.ones(8, 8).tril(-1),
+    "created like": lambda m: m.w * torch.ones_like(m.w).tril(-1),
+    "compared": lambda m: m.w * (m.order[:, None] > m.order).float(),
+    "compared positions": lambda m: (
+        m.w * (torch.arange(8)[:, None] > torch.arange(8)).float()
+    ),
+    "where tensor": lambda m: torch.where(m.mask > 0, m.w, torch.tensor(0.0)),
+    "written by row": lambda m: written_weight(
+        lambda w: [w.__setitem__((i, slice(i)), m.w[i, :i]) for i in range(8)]
+    ),
+    "written by index": lambda m: written_weight(
+        lambda w: w.__setitem__(lower_indices(), m.w[lower_indices()])
+    ),
+    "index_put": lambda m: torch.zeros(8, 8).index_put(
+        lower_indices(), m.w[lower_indices()]
+    ),
+    "copied to rows": lambda m: written_weight(
+        lambda w: [w[i, :i].copy_(m.w[i, :i]) for i in range(8)]
+    ),
 }
+
+
+def lower_indices():
+    rows, columns = torch.tril_indices(8, 8, -1)
+    return rows, columns
+
+
+def written_weight(fill):
+    weight = torch.zeros(8, 8)
+    fill(weight)
+    return weight
+
+
+def masked_parts():
+    """Return attributes of a module: a weight, and masks as buffers, of a child and as plain tensors."""
+    mask = torch.ones(8, 8).tril(-1)
+    child = nn.Module()
+    child.register_buffer("mask", mask.clone())
+    return {
+        "w": nn.Parameter(torch.randn(8, 8)),
+        "mask": nn.Buffer(mask.clone()),
+        "hidden": nn.Buffer(mask == 0),
+        "order": nn.Buffer(torch.arange(8)),
+        "plain": mask.clone(),
+        "masks": [mask.clone()],
+        "child": child,
+    }
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -853,10 +903,40 @@ def test_masked_weight_hides_inputs_in_any_spelling(name, mask):
     model = trained(
         lambda m, inputs: MASKED[name](inputs[0], MASKS[mask](m)),
         torch.rand(16, 8),
-        w=nn.Parameter(torch.randn(8, 8)),
-        mask=nn.Buffer(torch.ones(8, 8).tril(-1)),
+        **masked_parts(),
     )
     x = torch.rand(5, 8)
     changed = x.clone()
     changed[:, 4:] = 3
     assert not moves_tensor(lambda y: y[:, :5], model, (x,), (changed,))
+
+
+DATA = {  # weight (8, 8) and inputs (8, 8) -> a tensor that contains data of the input
+    "gate": lambda m, x: m.w * x.sigmoid(),
+    "gate of mask": lambda m, x: m.w * (x > 0).float(),
+    "scale": lambda m, x: m.w * x.mean(),
+    "low rank": lambda m, x: m.w + m.w[:, :1] * x.amax(0),
+    "like": lambda m, x: m.w * (torch.zeros_like(m.w) + x),
+    "written": lambda m, x: m.w * written_weight(lambda w: w.__setitem__(0, x[0])),
+    "copied": lambda m, x: m.w * written_weight(lambda w: w.copy_(x)),
+    "copied to row": lambda m, x: m.w * written_weight(lambda w: w[0].copy_(x[0])),
+    "added to row": lambda m, x: m.w * written_weight(lambda w: w[0].add_(x[0])),
+    "computed into": lambda m, x: (
+        m.w * written_weight(lambda w: torch.matmul(x, x, out=w))
+    ),
+    "written to weight": lambda m, x: written_weight(
+        lambda w: (w.copy_(m.w), w.__setitem__(0, x[0]))
+    ),
+    "looked up": lambda m, x: m.w[x.argmax(1)] + torch.arange(8.0),
+    "selected": lambda m, x: m.w.index_select(0, x.argmax(1)),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_of_input_is_no_computed_weight(name):
+    model = converted(None)
+    layer = SimpleNamespace(w=nn.Parameter(torch.randn(8, 8)))
+    with cpt.precision(model, 4), torch.no_grad():
+        for function, is_weight in ((DATA[name], False), (lambda m, x: 2 * m.w, True)):
+            model.function = lambda _, x, function=function: function(layer, x)
+            assert mark_of(model(torch.randn(8, 8))).is_computed_weight == is_weight
