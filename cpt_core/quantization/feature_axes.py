@@ -507,7 +507,13 @@ def _unsqueezed(
 def _reshaped(
     dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
 ) -> int | None:
-    """Follow ``view``, ``reshape``, ``flatten`` and ``unflatten``: find the dimension with the features' stride."""
+    """Follow ``view``, ``reshape``, ``flatten`` and ``unflatten``: find the dimension with the features' stride.
+
+    A column, such as ``x.view(*x.shape, 1)``, has the features in the last dimension of more than one element.
+    """
+    if dim == -1 and x.shape[-1] > 1 and y.shape[-1] == 1 and y.numel():
+        place = next(i for i in range(-1, -y.dim() - 1, -1) if y.shape[i] > 1)
+        return place if x.shape[-1] % y.shape[place] == 0 else -1
     if dim is None or dim == -1:
         return dim
     if not x.numel():
@@ -658,6 +664,11 @@ def _properties(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
 
+def adds_column(function: Any, output: Any) -> bool:
+    """Return whether a call is ``x.view(*x.shape, 1)`` in any spelling, after which features are not the last ones."""
+    return function in RESHAPES and output.shape[-1:] == (1,)
+
+
 def moves_last_dimension(function: Any, args: Sequence[Any]) -> bool:
     """Return whether a call is ``x[..., None]`` or ``x[..., i] = y``, after which features are in another dimension."""
     if function is not Tensor.__getitem__ and function is not Tensor.__setitem__:
@@ -737,13 +748,15 @@ FACTORIES = REFERENCE_FACTORIES | frozenset(
 # functions whose outputs are followed although no tensor has a mark yet
 ALWAYS_FOLLOWED = frozenset(FOLLOWERS) | COPIES | FACTORIES
 FOLLOWERS |= dict.fromkeys(RESETS, _last)
-# the others leave features that are in the last dimension there
+# the others leave features that are in the last dimension there, except for columns
+RESHAPES = frozenset(
+    _methods(
+        *"view reshape flatten unflatten view_as reshape_as ravel view_copy".split(),
+        *("_unsafe_view", "_reshape_copy"),
+    )
+)
+FOLLOWERS |= dict.fromkeys(RESHAPES, _reshaped)
 FOLLOWED_BY_NAMES: dict[str, Follower] = {
-    **dict.fromkeys(
-        "view reshape flatten unflatten view_as reshape_as ravel view_copy "
-        "_unsafe_view _reshape_copy".split(),
-        _reshaped,
-    ),
     **dict.fromkeys(("select", "select_copy"), _selected),
     **dict.fromkeys(("squeeze", "squeeze_", "squeeze_copy"), _squeezed),
     **dict.fromkeys(

@@ -18,7 +18,7 @@ To add a function, write a handler and add it to ``HANDLERS_BY_NAME``.
 
 Some operations of these functions run in float32: a sum over one element (the angles of rotary positions are such
 matmuls; their operands would have ranges of one number, which rounds exactly), unless it weights the only position, as
-the first step with a cache does; operands that are sparse, complex or not floating-point; and calls with ``out=``.
+the first step with a cache does; values of a single feature, for the same reason; operands that are sparse, complex or not floating-point; and calls with ``out=``.
 
 Differs: the paper and its code quantise the layers of their own models and say nothing about other operations.
 """
@@ -401,7 +401,8 @@ def _multiply_activations(
     """Return the matmul of a (..., M, K) and b (..., K, N), neither of them a weight.
 
     Each has one range for every vector of features. An untracked operand has one running range. In the paper's
-    attention, keys have one range per feature over all tokens.
+    attention, keys have one range per feature over all tokens. Values of a single feature would have ranges of one
+    number, and a range over tokens would let masked ones change the others, so that the matmul runs in float32.
     ``sums``: whether the matmul sums over the features of a, and of b; None where they are not tracked.
     """
     a, b, _ = operands
@@ -421,6 +422,10 @@ def _multiply_activations(
             for untracked, role in zip(is_untracked, roles, strict=True)
         )
         roles = first, second
+    is_first_single = sums[0] is False and a.shape[-2] == 1
+    is_second_single = sums[1] is False and b.shape[-1] == 1
+    if is_first_single or is_second_single:
+        layer = in_full_precision(layer)
     return _run_matmul(
         mode,
         layer,
@@ -526,8 +531,10 @@ def attention(
                 for x in (key, value)
             )
         queries_and_keys = query, key.transpose(-2, -1), None
+        is_scaling = query.shape[-1] == 1
+        scores_layer = in_full_precision(layer) if is_scaling else layer
         scores = _multiply_activations(
-            mode, layer, multiply, queries_and_keys, sums=(True, True)
+            mode, scores_layer, multiply, queries_and_keys, sums=(True, True)
         )
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:

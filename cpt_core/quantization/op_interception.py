@@ -31,6 +31,7 @@ from cpt_core import extensions
 from cpt_core.quantization.feature_axes import (
     ALWAYS_FOLLOWED,
     ATTACHED_MARKS,
+    adds_column,
     fixed_tensors,
     follow_marks,
     has_weights,
@@ -222,6 +223,7 @@ class QuantizedOpsMode(TorchFunctionMode):
             or function in ALWAYS_FOLLOWED
             or has_weights(args, kwargs, fixed)
             or moves_last_dimension(function, args)
+            or adds_column(function, output)
         ):
             follow_marks(function, args, kwargs, output, fixed)
         return output

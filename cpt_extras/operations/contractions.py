@@ -313,6 +313,8 @@ def _contract(
         elif marks[0].is_computed_weight and sums[1]:
             roles = weight_op_roles(mode, layer, "linear", a)
             weights = True, False
+        else:
+            is_scaling |= _has_single_feature(letters, sums, sizes)
     if is_scaling:
         layer = in_full_precision(layer)
     plan = _plan_contraction(layer, letters, sums, summed_letters, weights, roles)
@@ -443,6 +445,20 @@ def _plan_contraction(
         for i, role in zip(order, arrangement.roles, strict=True)
     )
     return _Contraction(order, ranged, (first, second), "attention_grad")
+
+
+def _has_single_feature(
+    letters: tuple[str, str],
+    sums: tuple[bool | None, bool | None],
+    sizes: tuple[dict[Any, int], dict[Any, int]],
+) -> bool:
+    """Return whether the features of an operand are kept and only one, so that its ranges are of one number."""
+    kept = [
+        size[letter]
+        for letter, is_summed, size in zip(letters, sums, sizes, strict=True)
+        if is_summed is False
+    ]
+    return 1 in kept
 
 
 def _sums_letter(

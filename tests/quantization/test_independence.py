@@ -572,6 +572,19 @@ SPELLINGS = {  # keys (B, T, D) -> (B, D, T), the same in usual spelling
         lambda k: k.mT.softmax(2).clone(),
     ),
     "numpy dims": (lambda k: k.movedim(np.int64(1), np.int64(2)), lambda k: k.mT),
+    **{
+        f"column by {name}": (column, lambda k: k[:, 0].unsqueeze(-1))
+        for name, column in {
+            "view": lambda k: k[:, 0].view(len(k), FEATURES, 1),
+            "reshape": lambda k: torch.reshape(k[:, 0], (len(k), -1, 1)),
+            "unflatten": lambda k: k[:, 0].unflatten(-1, (FEATURES, 1)),
+            "view_as": lambda k: k[:, 0].view_as(torch.empty(len(k), FEATURES, 1)),
+            "operator": lambda k: OPERATORS.view.default(
+                k[:, 0].clone(), [len(k), FEATURES, 1]
+            ),
+            "view of all": lambda k: k[:, 0].flatten().view(len(k), FEATURES, 1),
+        }.items()
+    },
 }
 
 

@@ -275,6 +275,24 @@ SINGLE_TERMS = {
     ),
     "one channel": WithWeight(lambda x, w: F.conv1d(x[:, None], w), 4, 1, 2),
     "outer product": WithWeight(lambda x, w: x[..., None] @ x[:, None] * w, 3, 3),
+    "values": WithWeight(lambda x, w: x.mT.softmax(-1) @ x[:, :1] * w, 1, 1),
+    "values by bmm": WithWeight(
+        lambda x, w: torch.bmm(x.mT.softmax(-1)[None], x[None, :, :1]) * w, 1, 1
+    ),
+    "values by einsum": WithWeight(
+        lambda x, w: torch.einsum("tq,td->qd", x.softmax(0), x[:, :1]) * w, 1, 1
+    ),
+    "transposed values": WithWeight(
+        lambda x, w: x[:, :1].mT @ x.mT.softmax(-1).mT * w, 1, 1
+    ),
+    "state": WithWeight(lambda x, w: x.mT @ x[:, :1] * w, 1, 1),
+    "fixed column": WithWeight(lambda x, w: x @ torch.full((3, 1), 0.3) * w, 1, 1),
+    "stacked column": WithWeight(
+        lambda x, w: x @ torch.stack(x[0].split(1), 0) * w, 1, 1
+    ),
+    "attention of one feature": WithWeight(
+        lambda x, w: F.scaled_dot_product_attention(*3 * (x[None, :, :1],)) * w, 1, 1
+    ),
 }
 
 
@@ -285,7 +303,7 @@ def test_single_number_ranges_run_in_float32(name):
     with active_bits(model, "float"):
         expected = model(x)
     with active_bits(model, 1):
-        assert torch.equal(model(x), expected)
+        torch.testing.assert_close(model(x), expected)
     report = cpt.check(model, (x,))
     assert (report.quantized_share, len(report.float32)) == (0, 1)
     plan = cpt.count_bitops(model, (x,), cpt.StaticSchedule(4, 1))
