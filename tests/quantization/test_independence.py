@@ -227,6 +227,37 @@ def test_causal_model_is_independent_of_layout(causal):
         assert_close(output(causal, copied), y)
 
 
+class AttentionOverChannels(nn.Module):
+    """Module that attends to earlier positions of (B, C, T)."""
+
+    def forward(self, x):
+        weights = masked_softmax(x.mT @ x, x.mT)
+        return x @ weights.mT
+
+
+BETWEEN = {  # layers between a convolution and an attention
+    "activation": lambda: [nn.ReLU()],
+    "norm": lambda: [nn.BatchNorm1d(FEATURES)],
+    "dropout": lambda: [nn.Dropout(), nn.Identity()],
+    "block": lambda: [nn.Sequential(nn.ReLU(), nn.BatchNorm1d(FEATURES))],
+    "nothing": lambda: [],
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_sequential_root_keeps_marks_between_children(name):
+    torch.manual_seed(0)
+    convolution = nn.Conv1d(FEATURES, FEATURES, 1)
+    layers = convolution, *BETWEEN[name](), AttentionOverChannels()
+    model = cpt.quantize_(nn.Sequential(*layers))
+    x = torch.randn(2, FEATURES, TOKENS)
+    with cpt.precision(model, 4), torch.no_grad():
+        model(x)
+    changed = x.clone()
+    changed[..., CUT:] *= 3
+    assert not moves_tensor(lambda y: y[..., :CUT], model.eval(), x, changed)
+
+
 # --- masked tokens ------------------------------------------------------------------
 
 
