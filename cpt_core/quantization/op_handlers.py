@@ -18,7 +18,8 @@ To add a function, write a handler and add it to ``HANDLERS_BY_NAME``.
 
 Some operations of these functions run in float32: a sum over one element (the angles of rotary positions are such
 matmuls; their operands would have ranges of one number, which rounds exactly), unless it weights the only position, as
-the first step with a cache does; values of a single feature, for the same reason; operands that are sparse, complex or not floating-point; and calls with ``out=``.
+the first step with a cache does; values of a single feature, for the same reason; operands that are sparse, complex or
+not floating-point; and calls with ``out=``.
 
 Differs: the paper and its code quantise the layers of their own models and say nothing about other operations.
 """
