@@ -160,8 +160,8 @@ def follow_marks(
     if _follow_write(function, args, kwargs, fixed):
         return
     sources = tensor_arguments(args, kwargs)
-    if function in REFERENCE_FACTORIES:
-        sources = sources[1:]
+    if function in REFERENCES:
+        sources = sources[:1] if function not in FACTORIES else sources[1:]
     marks = [_own_mark(x) for x in sources]
     origin = _origin(sources, marks, fixed, function)
     if not (follower or origin.is_constant or any(marks)):
@@ -366,6 +366,12 @@ def _joint_mark(
             candidates.append((x, mark or NO_MARK))
     same_shape = [mark for x, mark in candidates if x.shape == output.shape]
     same_rank = [mark for x, mark in candidates if x.dim() == output.dim()]
+    for preferred in (
+        [mark for mark in same_shape if not mark.is_constant],
+        [mark for mark in same_shape if mark.weights_tokens],
+    ):
+        # scores of attention and data of the input decide beside masks and biases
+        same_shape = preferred or same_shape
     relevant = same_shape or same_rank
     if not same_shape and not is_join and len(candidates) > 1:
         return NO_MARK  # an outer product
@@ -589,6 +595,41 @@ def _stacked(
     return place + (new <= place) - y.dim()
 
 
+def _unfolded(
+    dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
+) -> int | None:
+    """Follow ``unfold(dimension, size, step)``, which appends a dimension for the elements of a window."""
+    dims = _dims("dimension", 0, args, kwargs)
+    if dim is None or dims is None or dims[0] % x.dim() == dim % x.dim():
+        return None
+    return dim - 1
+
+
+def _stacked_last(
+    dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
+) -> int | None:
+    """Follow ``dstack`` and ``column_stack``: tensors of fewer dimensions get a new last one."""
+    return dim if dim is None or x.dim() == y.dim() else -2
+
+
+def _rotated(
+    dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
+) -> int | None:
+    """Follow ``rot90(k, dims)``."""
+    turns, dims = _dims("k", 0, args, kwargs), _dims("dims", 1, args, kwargs)
+    if dim is None or (turns is not None and turns[0] % 2 == 0):
+        return dim
+    first, second = dims or (0, 1)
+    return _exchanged(x.dim(), first, second).index(dim % x.dim()) - x.dim()
+
+
+def _untracked(
+    dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
+) -> int | None:
+    """Follow functions that may put features anywhere."""
+    return None if y.dim() > 1 else -1
+
+
 def _indexed(
     dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], y: Tensor
 ) -> int | None:
@@ -709,9 +750,15 @@ FOLLOWERS_BY_NAMES: dict[str, Follower] = {
     **dict.fromkeys(("unsqueeze", "unsqueeze_", "unsqueeze_copy"), _unsqueezed),
     "stack": _stacked,
     **dict.fromkeys(("unbind", "unbind_copy"), _unbound),
+    **dict.fromkeys(("dstack", "column_stack"), _stacked_last),
+    **dict.fromkeys(("as_strided", "diagonal", "diagonal_copy"), _untracked),
+    "rot90": _rotated,
 }
 for _name, _follower in FOLLOWERS_BY_NAMES.items():
     FOLLOWERS |= dict.fromkeys(_methods(_name), _follower)
+# not ``functional.unfold``, which is im2col
+UNFOLD = torch.ops.aten.unfold
+FOLLOWERS |= dict.fromkeys((Tensor.unfold, UNFOLD, UNFOLD.default), _unfolded)
 CONVOLUTIONS = _methods(
     "convolution",
     *(f"conv{n}d" for n in (1, 2, 3)),
@@ -738,6 +785,10 @@ REFERENCE_FACTORIES = frozenset(
     _methods(*(f"{name}_like" for name in "ones zeros full empty".split()))
     + _methods(*(f"{name}_like" for name in "rand randn randint".split()))
     + _methods(*(f"new_{name}" for name in "ones zeros full empty tensor".split()))
+)
+# functions that read no element of one of their arguments
+REFERENCES = REFERENCE_FACTORIES | frozenset(
+    _methods("type_as", "to", "view_as", "reshape_as", "expand_as")
 )
 # functions that create a tensor, a constant unless they are given tensors
 FACTORIES = REFERENCE_FACTORIES | frozenset(

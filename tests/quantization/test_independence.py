@@ -132,6 +132,11 @@ CAUSAL = {  # name -> function, shape of its weight
         lambda m, x: ((positive(x) @ positive(x).mT) * causal_mask(x)) @ x,
     ),
     "retention": (lambda m, x: (x @ x.mT * decay(x)) @ x,),
+    "distance bias": (lambda m, x: masked_softmax(x @ x.mT - decay(x).T[None], x) @ x,),
+    "decay of one sample": (lambda m, x: (x @ x.mT * decay(x)[None]) @ x,),
+    "decay times transposed ones": (
+        lambda m, x: (x @ x.mT * (decay(x) * torch.ones_like(x @ x.mT).mT)) @ x,
+    ),
     "sigmoid attention": (lambda m, x: (torch.sigmoid(x @ x.mT) * causal_mask(x)) @ x,),
     "state of a chunk": (chunk_state,),
     "einsum of four": (
@@ -435,6 +440,11 @@ MIXINGS = {
     "transposed": lambda m, x: (x.mT @ m.w.tril().T).mT,
     "linear": lambda m, x: F.linear(x.mT, m.w.tril()).mT,
     "average": lambda m, x: torch.ones(8, 8).tril() / 8 @ x,
+    "type_as": lambda m, x: (x @ x.mT).tril().type_as(x.mT) @ x,
+    "to": lambda m, x: (x @ x.mT).tril().to(x.mT) @ x,
+    "view_as": lambda m, x: (
+        (x @ x.mT).tril().view_as(x.mT if x.shape[1:] == (8, 8) else x @ x.mT) @ x
+    ),
 }
 
 
@@ -480,7 +490,21 @@ TURNS = {  # keys (B, T, D) -> (B, D, T)
     ),
     "heads": lambda m, k: k.view(len(k), -1, 2, 3).permute(0, 2, 3, 1).flatten(1, 2),
     "unflattened": lambda m, k: k.mT.unflatten(1, (2, 3)).flatten(1, 2),
-    "unknown": lambda m, k: k.mT.unfold(-1, 1, 1)[..., 0],
+    "unknown": lambda m, k: torch.diag_embed(k.mT).sum(-1),
+    "unfold": lambda m, k: k.unfold(1, k.shape[1], 1)[:, 0],
+    "unfold transposed": lambda m, k: k.mT.unfold(-1, 1, 1)[..., 0],
+    "dstack": lambda m, k: torch.dstack(k.unbind(1)),
+    "column_stack": lambda m, k: torch.stack(
+        [torch.column_stack(x.unbind(0)) for x in k]
+    ),
+    "rot90": lambda m, k: torch.rot90(k, 1, (1, 2)).flip(1),
+    "rot90 back": lambda m, k: torch.rot90(k, -1, (1, 2)).flip(2),
+    "as_strided": lambda m, k: k.as_strided(
+        k.mT.shape, (k.stride(0), k.stride(2), k.stride(1))
+    ),
+    "diagonal": lambda m, k: torch.diagonal(
+        k[:, :, None].expand(-1, -1, k.shape[1], -1), dim1=1, dim2=2
+    ),
     "convolution": lambda m, k: F.conv1d(k.mT, m.w[..., None]),
 }
 
