@@ -78,12 +78,16 @@ class AttachedMark:
     __slots__ = ("__weakref__", "mark")
 
     def __init__(self, mark: TensorMark) -> None:
-        self.mark = mark
+        self.mark = TensorMark(*mark)
         ATTACHED_MARKS.add(ref(self, ATTACHED_MARKS.discard))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Register copies and unpickled marks, too."""
-        return AttachedMark, (self.mark,)
+        return AttachedMark, (tuple(self.mark),)
+
+
+# ``torch.load`` with ``weights_only=True`` loads marked tensors
+torch.serialization.add_safe_globals([AttachedMark])
 
 
 def mark_of(x: Tensor) -> TensorMark:
