@@ -129,7 +129,7 @@ def test_batched_runs_time_same_arms(monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "file"),
-    [(roles, "roles.json"), (rising_vs_falling, "order_of_bits.json")],
+    [(roles, "roles.json"), (rising_vs_falling, "rising_vs_falling.json")],
 )
 def test_measurements_of_other_commit_are_not_continued(module, file, stored):
     content = {"measured": {}, "rows": [], "provenance": {"commit": "old"}}

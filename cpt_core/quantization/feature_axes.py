@@ -34,6 +34,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 # attribute of a tensor that holds its ``AttachedMark``
 ATTRIBUTE = "_feature_mark"
@@ -109,12 +110,19 @@ def set_mark(x: Tensor, mark: TensorMark) -> None:
         delattr(x, ATTRIBUTE)
 
 
+# attributes of every module, none of which is a tensor of its own
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
+
+
 def fixed_tensors(root: nn.Module) -> dict[int, Tensor]:
     """Return buffers and other tensors that are attributes of modules below ``root``: {id: tensor}."""
     fixed = {}
     for module in root.modules():
         tensors = list(module._buffers.values())
-        for value in vars(module).values():
+        for name, value in vars(module).items():
+            if name in MODULE_ATTRIBUTES or type(value) in PLAIN_TYPES:
+                continue
             if isinstance(value, Tensor):
                 tensors.append(value)
             elif isinstance(value, (list, tuple)) and value:
@@ -124,7 +132,7 @@ def fixed_tensors(root: nn.Module) -> dict[int, Tensor]:
                 first = next(iter(value.values()))
                 tensors += value.values() if isinstance(first, Tensor) else ()
         for x in tensors:
-            if isinstance(x, Tensor) and not x.requires_grad:
+            if isinstance(x, Tensor) and not x.requires_grad and not is_lazy(x):
                 fixed[id(x)] = x
     return fixed
 
