@@ -73,12 +73,12 @@ class AttachedMark:
     """Holder of a ``TensorMark``, kept alive by the tensors that have it as an attribute.
 
     Args:
-        mark: the mark.
+        mark: the mark, or its values, as pickles hold them for ``torch.load``.
     """
 
     __slots__ = ("__weakref__", "mark")
 
-    def __init__(self, mark: TensorMark) -> None:
+    def __init__(self, mark: Sequence[Any]) -> None:
         self.mark = TensorMark(*mark)
         ATTACHED_MARKS.add(ref(self, ATTACHED_MARKS.discard))
 

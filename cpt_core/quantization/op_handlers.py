@@ -284,7 +284,7 @@ def run_matmul(
     y = in_float32(layer.precision, a, run, a, b, bias)
     if not torch.compiler.is_compiling():
         are_weights = (
-            is_first_weight or marks[0].is_computed_weight or mode.is_buffer(a),
+            is_first_weight or marks[0].is_computed_weight or mode.is_constant(a),
             is_second_weight or marks[1].is_computed_weight,
         )
         has_vector = a.dim() == 1 or b.dim() == 1

@@ -321,8 +321,8 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Return whether a tensor is a parameter, or a view of one."""
         return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
-    def is_buffer(self, x: Tensor) -> bool:
-        """Return whether a tensor is a buffer or another constant of the model."""
+    def is_constant(self, x: Tensor) -> bool:
+        """Return whether a tensor is a buffer or another constant of the model, or is computed from these alone."""
         return is_constant(x, self.fixed_tensors())
 
     def find_layer(self, weight: Tensor) -> Interception:

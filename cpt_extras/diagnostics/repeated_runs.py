@@ -268,7 +268,7 @@ def _run_in_other_layout(
     def other_layout(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        if mode.is_weight(x) or mode.is_buffer(x):
+        if mode.is_weight(x) or mode.is_constant(x):
             return x
         changed = change_layout(x)
         set_mark(changed, mark_of(x))
