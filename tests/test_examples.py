@@ -69,7 +69,6 @@ def test_example_study_resumes_after_interruption(
     monkeypatch.chdir(folder)
     script, store = folder / "study.py", folder / "study.jsonl"
     text = script.read_text()
-    assert len(text.splitlines()) <= 160
     script.write_text(text.replace("STORE = 400", "STORE = 40"))
 
     def study(seeds):
@@ -84,7 +83,7 @@ def test_example_study_resumes_after_interruption(
     arms = [line.rsplit(None, 4)[0] for line, static in table if not static]
     static = [line.split()[1:] for line, static in table if static]
     assert set(arms) == {*cpt.SUITE, "allocated"}
-    assert len(rows) == 1 + 3 * (len(arms) + len(static))
+    assert len(rows) == 2 + 3 * (len(arms) + len(static))
     assert static[-1][:2] == ["8", "1.000"]
     assert lines[-1].startswith("Better than static bits of the same cost: ")
     assert (folder / "study.png").stat().st_size > 10_000
@@ -93,6 +92,18 @@ def test_example_study_resumes_after_interruption(
     assert study(3) == lines
     assert store.read_text().splitlines() == rows
     refused("give 3 or more, got 2", study, 2)
+
+    script.write_text(
+        script.read_text().replace(
+            '"""Return a model, a', "# comment\n    " + '"""Return a model, a'
+        )
+    )
+    assert study(3) == lines
+    code = script.read_text()
+    script.write_text(code.replace("lr=0.003", "lr=0.001"))
+    refused("results of another build, quality or setting", study, 3)
+    assert store.read_text().splitlines() == rows
+    script.write_text(code)
 
     notebook = papermill.execute_notebook(
         folder / "study.ipynb",

@@ -4,8 +4,11 @@ It finds q_min with the range test and measures in which layers and when a bit m
 precision, the ten schedules, and bits allocated by what was measured at the cost of half of static Q_MAX.
 """
 
+import ast
+import hashlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -74,21 +77,41 @@ def arms():
     }
 
 
+def code_digest():
+    """Return a digest of the code above ``code_digest``, from which the results come; comments do not change it."""
+    code = Path(__file__).read_text("utf-8").split("def code_digest")[0]
+    return hashlib.sha256(ast.dump(ast.parse(code)).encode()).hexdigest()
+
+
+def stored_results():
+    """Return what was stored; ValueError if other code did."""
+    results = {}
+    if STORE.exists():
+        results = dict(map(json.loads, STORE.read_text().splitlines()))
+    if not results:
+        store_result(results, "code", code_digest())
+    if results.get("code") != code_digest():
+        raise ValueError(
+            f"{STORE} has the results of another build, quality or setting: rename or remove it to train again"
+        )
+    return results
+
+
+def store_result(results, name, value):
+    """Store a result at once, so that what was stopped goes on."""
+    results[name] = value
+    with STORE.open("a") as file:
+        file.write(json.dumps([name, value]) + "\n")
+
+
 def study(seeds):
     """Train the missing runs; return cost, mean quality, and the gain over static bits of equal cost."""
     if seeds < 3:
         raise ValueError(
             f"two seeds can be alike by chance: give 3 or more, got {seeds}"
         )
-    results = (
-        dict(map(json.loads, STORE.read_text().splitlines())) if STORE.exists() else {}
-    )
-
-    def keep(name, value):
-        results[name] = value
-        with STORE.open("a") as file:  # at once, so that what was stopped goes on
-            file.write(json.dumps([name, value]) + "\n")
-
+    results = stored_results()
+    keep = partial(store_result, results)
     if "arms" not in results:
         keep("arms", {name: schedule.to_dict() for name, schedule in arms().items()})
     schedules = {name: cpt.schedule_from_dict(d) for name, d in results["arms"].items()}
