@@ -79,7 +79,8 @@ def _recipe_family(scale: str, dataset: str, task: str) -> Dataset:
         return family
     names = sorted(d.name for d in DATASETS.values() if scale in d.recipes)
     raise ValueError(
-        f"no {scale} recipe for dataset {dataset!r}; {suggest_names(dataset, names)}, or your own data"
+        f"no {scale} recipe for dataset {dataset!r}; {suggest_names(dataset, names)}, "
+        "or your own data: a folder such as 'my-images/', with a slash, or .npz, .txt or .pt files"
     )
 
 
