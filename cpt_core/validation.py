@@ -19,16 +19,29 @@ MAX_LISTED_CHARACTERS = 160  # about a line of a terminal
 MAX_REPR_CHARACTERS = 200
 
 
-def check_inputs(inputs: Any) -> None:
-    """Raise ValueError if ``inputs`` is no tuple of forward arguments.
+# arguments of a forward pass: positional ones, or keyword arguments
+ForwardInputs = tuple[Any, ...] | Mapping[str, Any]
 
-    ``model(*inputs)`` would iterate over the rows of a tensor that is given by itself.
+
+def check_inputs(inputs: Any) -> tuple[Any, ...] | dict[str, Any]:
+    """Return the arguments of a forward pass as a tuple or a dict, see ``run_forward``.
+
+    Raises:
+        ValueError: for anything else, such as a tensor, of which ``model(*inputs)`` would iterate over the rows.
     """
-    if not isinstance(inputs, (tuple, list)):
-        raise ValueError(
-            f"inputs must be a tuple of the arguments of forward, got a {type(inputs).__name__}; "
-            "of one argument x it is (x,)"
-        )
+    if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs):
+        return dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs)
+    raise ValueError(
+        "inputs must be a tuple of the arguments of forward, or a mapping of its keyword arguments, "
+        f"got a {type(inputs).__name__}; of one argument x it is (x,)"
+    )
+
+
+def run_forward(call: Callable[..., Any], inputs: ForwardInputs) -> Any:
+    """Call a model or function with positional arguments in a tuple, or keyword arguments in a mapping."""
+    return call(**inputs) if isinstance(inputs, Mapping) else call(*inputs)
 
 
 def check_int(

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "cpt_core.extensions": (),
     "cpt_core.lazy_imports": (),
     "cpt_core.numerics": (),
+    "cpt_core.text_repr": (),
     "cpt_core.schedules": (
         "cpt_core.validation",
         "cpt_core.extensions",
@@ -26,7 +27,7 @@ MAY_IMPORT = {
         "cpt_core.graphs",
         "cpt_core.numerics",
     ),
-    "cpt_core.bitops": ("cpt_core.quantization",),
+    "cpt_core.bitops": ("cpt_core.quantization", "cpt_core.text_repr"),
     "cpt_core.models": ("cpt_core.graphs",),
     # optional: each registers itself at an extension point of the core
     "cpt_extras.cpu_info": (),

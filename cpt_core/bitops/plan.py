@@ -58,7 +58,15 @@ from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import PASS_OPERANDS, RoleLevels, Schedule
-from cpt_core.validation import check_bits, check_choice, check_inputs, check_types
+from cpt_core.text_repr import show_text
+from cpt_core.validation import (
+    ForwardInputs,
+    check_bits,
+    check_choice,
+    check_inputs,
+    check_types,
+    run_forward,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -141,6 +149,8 @@ class BitOpsPlan:
         """Return a table of all costs, with a row per layer and the total."""
         return extensions.load("prices").price_table(self.tally)
 
+    _repr_pretty_ = show_text
+
     def __str__(self) -> str:
         """Return a table by layer."""
         width = max([len(n) for n in self.macs] + [5])
@@ -164,6 +174,11 @@ class BitOpsPlan:
         lines.append(
             describe_float32(self.float32, not_intercepted=self.not_intercepted)
         )
+        never_quantized = self.tally.never_quantized_share()
+        if never_quantized and self.convention == "per_op":
+            lines.append(
+                f"{never_quantized:.1%} of the BitOps are of normalisation, gates and sums, which stay in float32"
+            )
         paper, per_op = self.by_convention["paper"], self.by_convention["per_op"]
         if self.convention == "paper":
             lines.append(
@@ -183,7 +198,7 @@ class BitOpsPlan:
 
 def count_bitops(
     model: nn.Module,
-    inputs: tuple[Any, ...],
+    inputs: ForwardInputs,
     schedule: Schedules | None = None,
     *,
     convention: str = "per_op",
@@ -196,7 +211,8 @@ def count_bitops(
 
     Args:
         model: any module; converted by ``quantize_`` or not.
-        inputs: the arguments of its forward for ONE optimizer step (the whole batch); only shapes matter.
+        inputs: the arguments of its forward for ONE optimizer step (the whole batch), in a tuple, or keyword arguments
+            in a mapping; only shapes matter.
         schedule: as for ``PrecisionScheduler``; None counts one step at 32 bits.
         convention: "paper" or "per_op", see ``bitops.conventions``.
         q_grad: gradient bits; None takes the schedule's ``q_max``. In a layer with a format ladder, bits are its
@@ -259,9 +275,9 @@ class CountedStep(NamedTuple):
         return NotIntercepted(shares, tuple(silent_layers))
 
 
-def run_step(model: nn.Module, inputs: tuple[Any, ...]) -> CountedStep:
+def run_step(model: nn.Module, inputs: ForwardInputs) -> CountedStep:
     """Return the work of one forward pass."""
-    check_inputs(inputs)
+    inputs = check_inputs(inputs)
     try:
         step = _count(model, inputs, on_meta=True)
     except Exception as problem:
@@ -279,7 +295,7 @@ def run_step(model: nn.Module, inputs: tuple[Any, ...]) -> CountedStep:
     return step
 
 
-def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> CountedStep:
+def _count(model: nn.Module, inputs: ForwardInputs, on_meta: bool) -> CountedStep:
     shadow = meta_copy(model, on_meta)
     operations: list[Operation] = []
     macs_not_intercepted: Counter[str] = Counter()
@@ -298,10 +314,10 @@ def _count(model: nn.Module, inputs: tuple[Any, ...], on_meta: bool) -> CountedS
     ):
         shadow_inputs = copy_inputs(inputs, on_meta, {})
         if forward_counter is None:
-            outputs = list(tensors_in(shadow(*shadow_inputs)))
+            outputs = list(tensors_in(run_forward(shadow, shadow_inputs)))
         else:
             with forward_counter.count_forward(shadow, macs_not_intercepted):
-                outputs = list(tensors_in(shadow(*shadow_inputs)))
+                outputs = list(tensors_in(run_forward(shadow, shadow_inputs)))
         num_forward = len(operations)
         # if the backward pass fails, every operation is assumed to have one
         with suppress(Exception):

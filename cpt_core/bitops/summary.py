@@ -28,7 +28,8 @@ from cpt_core.bitops.plan import run_step
 from cpt_core.bitops.tally import ForwardMacs, NotIntercepted, describe_float32
 from cpt_core.quantization.convert import float32_reason, layer_parts, precision_of
 from cpt_core.quantization.fallback_reasons import FallbackReason
-from cpt_core.validation import check_types
+from cpt_core.text_repr import show_text
+from cpt_core.validation import ForwardInputs, check_types
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Summary:
         """The modules that stay in float32."""
         return [r for r in self.rows if not r.quantized]
 
+    _repr_pretty_ = show_text
+
     def __str__(self) -> str:
         width = max([len(r.name or "(model)") for r in self.rows] + [6])
         has_macs = self.float32_shares is not None
@@ -122,13 +125,13 @@ class Summary:
         return "\n".join(lines)
 
 
-def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
+def summary(model: nn.Module, inputs: ForwardInputs | None = None) -> Summary:
     """Return all modules that hold parameters or run matmuls, with the reason for those in float32.
 
     Args:
         model: any module; converted by ``quantize_`` or not.
-        inputs: the arguments of its forward, of which only shapes matter. With them the summary contains the share of
-            every module in the forward MACs, and modules that run matmuls without parameters.
+        inputs: the arguments of its forward, as for ``count_bitops``; only shapes matter. With them the summary
+            contains the share of every module in the forward MACs, and modules that run matmuls without parameters.
     """
     check_types(summary, {"model": model})
     counted = _CountedModules() if inputs is None else _count(model, inputs)
@@ -212,7 +215,7 @@ class _CountedModules(NamedTuple):
     not_intercepted: NotIntercepted = NotIntercepted()
 
 
-def _count(model: nn.Module, inputs: tuple[Any, ...]) -> _CountedModules:
+def _count(model: nn.Module, inputs: ForwardInputs) -> _CountedModules:
     """Return the work of a forward pass."""
     converted = {
         name for name, m in model.named_modules() if precision_of(m) is not None

@@ -88,17 +88,25 @@ class ForwardMacs:
         }
 
 
+def _bitops(macs: Mapping[CountedPass, int]) -> float:
+    """Return the BitOps of passes."""
+    squared_bits = sum(count * key.squared_bits for key, count in macs.items())
+    return squared_bits / FULL_PRECISION**2
+
+
 @dataclass
 class Tally:
     """Sums over operations as exact integers.
 
     Attributes:
         macs: MACs of every pass.
+        never_quantized: those of them that are of no matmul or convolution, but of normalisation, gates or sums.
         elements: sums of ``Operation.elements``, for prices other than BitOps.
         forward: forward MACs by layer.
     """
 
     macs: Counter[CountedPass] = field(default_factory=Counter)
+    never_quantized: Counter[CountedPass] = field(default_factory=Counter)
     elements: dict[CountedPass, tuple[int, ...]] = field(default_factory=dict)
     forward: ForwardMacs = field(default_factory=ForwardMacs)
 
@@ -115,6 +123,8 @@ class Tally:
             key = CountedPass(row_name(operation), name, first, second)
             macs = times * operation.macs
             self.macs[key] += macs
+            if not is_matmul(operation):
+                self.never_quantized[key] += macs
             if name == "forward" and is_matmul(operation):
                 is_quantized = FULL_PRECISION not in (first, second)
                 self.forward.add(key.layer, macs, is_quantized)
@@ -126,8 +136,12 @@ class Tally:
 
     def total(self) -> float:
         """Return the BitOps of all passes."""
-        squared_bits = sum(macs * key.squared_bits for key, macs in self.macs.items())
-        return squared_bits / FULL_PRECISION**2
+        return _bitops(self.macs)
+
+    def never_quantized_share(self) -> float:
+        """Return the share of the BitOps that is of no matmul or convolution."""
+        total = self.total()
+        return _bitops(self.never_quantized) / total if total else 0.0
 
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs."""

@@ -31,7 +31,13 @@ from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.fallback_reasons import FallbackReason
 from cpt_core.quantization.op_interception import Operation
 from cpt_core.quantization.scheduler import precision
-from cpt_core.validation import check_inputs, check_types
+from cpt_core.text_repr import show_text
+from cpt_core.validation import (
+    ForwardInputs,
+    check_inputs,
+    check_types,
+    run_forward,
+)
 from cpt_extras.diagnostics.invariances import (
     BROKEN,
     NOT_APPLICABLE,
@@ -157,6 +163,8 @@ class Check:
             )
         return _table(rows, numbers=(2, 3))
 
+    _repr_pretty_ = show_text
+
     def __str__(self) -> str:
         lines = [self.details() if self.has_details else self._layers()]
         macs = self.forward.total
@@ -232,7 +240,7 @@ def _precision_text(executed: Sequence[Executed]) -> str:
 
 def check(
     model: nn.Module,
-    inputs: tuple[Any, ...],
+    inputs: ForwardInputs,
     *,
     invariances: bool = True,
     details: bool = False,
@@ -249,8 +257,9 @@ def check(
 
     Args:
         model: converted by ``quantize_``; on the device of the inputs.
-        inputs: the arguments of its forward; real data of any batch size. Invariances need two samples or more; a few
-            short ones take less time.
+        inputs: the arguments of its forward in a tuple, or keyword arguments in a mapping, such as the batch of a
+            tokenizer; real data of any batch size. Invariances need two samples or more; a few short ones take less
+            time.
         invariances: whether to test invariances.
         details: whether the printout has a line for every operation instead of one for every layer.
 
@@ -258,10 +267,9 @@ def check(
         ValueError: when nothing in the model is quantised, or it is sharded.
         RuntimeError: of torch, for a checkpoint without ``use_reentrant=False``.
     """
-    check_inputs(inputs)
     check_types(check, {"invariances": invariances, "details": details})
     layer_precisions(model)
-    inputs = _detach(inputs)
+    inputs = _detach(check_inputs(inputs))
     extensions.services("processes").check_unsharded(model, "check it")
     macs: Counter[tuple[str, str, bool, bool, bool]] = Counter()
 
@@ -341,7 +349,7 @@ def _silent_layers(
 
 
 def _test_invariances(
-    model: nn.Module, inputs: tuple[Any, ...]
+    model: nn.Module, inputs: ForwardInputs
 ) -> tuple[tuple[Invariance, ...], tuple[str, ...]]:
     """Return the results of ``find_invariances``, and restore the model."""
     with preserve_state(model, inputs), warnings.catch_warnings():
@@ -350,12 +358,12 @@ def _test_invariances(
     return tuple(results), tuple(filled)
 
 
-def _detach(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _detach(inputs: ForwardInputs) -> ForwardInputs:
     """Return copies of inputs without their autograd graphs; parameters stay parameters."""
     parameters: dict[int, Any] = {
         id(x): x for x in tensors_in(inputs) if isinstance(x, nn.Parameter)
     }
-    copies: tuple[Any, ...] = copy_inputs(inputs, False, parameters)
+    copies: ForwardInputs = copy_inputs(inputs, False, parameters)
     return copies
 
 
@@ -368,9 +376,13 @@ def _is_below(name: str, layers: Collection[str]) -> bool:
     return False
 
 
-def _run_step(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
+def _run_step(model: nn.Module, inputs: ForwardInputs) -> set[str]:
     """Run forward and backward; return the names of the parameters that got a gradient."""
-    sums = [y.real.float().sum() for y in tensors_in(model(*inputs)) if y.requires_grad]
+    sums = [
+        y.real.float().sum()
+        for y in tensors_in(run_forward(model, inputs))
+        if y.requires_grad
+    ]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sources = [
         *parameters.values(),

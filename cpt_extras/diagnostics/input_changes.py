@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.bitops.counting import copy_inputs, tensors_in
+from cpt_core.validation import ForwardInputs
 
 MAX_DISTINCT_VALUES = 16  # of a tensor of numbers such as classes
 NOISE_STRENGTH = 3.0  # of random contents, in standard deviations of the input
@@ -49,10 +50,10 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def replace_leaves(inputs: tuple[Any, ...], new: dict[int, Tensor]) -> tuple[Any, ...]:
+def replace_leaves(inputs: ForwardInputs, new: dict[int, Tensor]) -> ForwardInputs:
     """Return copies of inputs with ``new`` tensors, by their number in ``leaves``."""
     memo = {id(leaf): new[i] for i, leaf in enumerate(leaves(inputs)) if i in new}
-    copies: tuple[Any, ...] = copy_inputs(inputs, False, memo)
+    copies: ForwardInputs = copy_inputs(inputs, False, memo)
     return copies
 
 
@@ -123,12 +124,12 @@ def change_position(x: Tensor, content: Tensor, dim: int, position: int) -> Tens
 
 
 def cut_inputs(
-    inputs: tuple[Any, ...],
+    inputs: ForwardInputs,
     dims: dict[int, set[int]],
     size: int,
     start: int,
     length: int,
-) -> tuple[Any, ...]:
+) -> ForwardInputs:
     """Return a part of inputs: ``length`` positions from ``start`` on.
 
     Args:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cpt_core.validation import ForwardInputs
 from cpt_extras.diagnostics.input_changes import (
     Axis,
     change_position,
@@ -50,6 +51,8 @@ from cpt_extras.diagnostics.repeated_runs import (
 )
 
 MOVE_TOLERANCE = 1e-6  # relative to the largest output; smaller moves count as none
+# arguments of a decoder that are left out where its tokens are decoded one by one
+NOT_DECODED = "labels", "past_key_values", "use_cache"
 HOLDS, BROKEN, NOT_APPLICABLE = "holds", "broken", "not applicable"
 
 # names of invariances, and kinds of axes
@@ -133,7 +136,7 @@ class Perturbation:
         slices: masks of the unchanged slices, by (number of an output, its dimension).
     """
 
-    inputs: tuple[Any, ...]
+    inputs: ForwardInputs
     position: int
     outputs: dict[int, Tensor] = field(default_factory=dict)
     slices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -157,7 +160,7 @@ class Part:
 
 
 def find_invariances(
-    model: nn.Module, inputs: tuple[Any, ...]
+    model: nn.Module, inputs: ForwardInputs
 ) -> tuple[list[Invariance], list[str]]:
     """Test all invariances of a model.
 
@@ -201,7 +204,7 @@ class _InvarianceTests:
         sample_axes: axis of the samples, by number of a leaf.
     """
 
-    def __init__(self, runs: RepeatedRuns, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, runs: RepeatedRuns, inputs: ForwardInputs) -> None:
         self.runs = runs
         self.inputs = inputs
         self.leaves = leaves(inputs)
@@ -587,7 +590,7 @@ class _InvarianceTests:
         )
         return Invariance(name, BROKEN, moved, layer)
 
-    def _forward(self, inputs: tuple[Any, ...]) -> Run:
+    def _forward(self, inputs: ForwardInputs) -> Run:
         def run(
             is_quantized: bool, calls: list[LayerCall] | None = None
         ) -> list[Tensor]:
@@ -805,17 +808,17 @@ def _sample_dim(axis: Axis, x: Tensor) -> int:
 
 
 def _decode(
-    model: nn.Module, names: list[str], *inputs: Any, is_cached: bool
+    model: nn.Module, names: list[str], *inputs: Any, is_cached: bool, **named: Any
 ) -> Tensor:
     """Return the outputs of a decoder that decodes the last tokens one by one with a cache, or all without one.
 
     Its inputs have (batch, tokens, ...); a mask of attention grows with the tokens.
     """
     arguments = {}
-    for name, value in zip(names, inputs, strict=False):
-        if value is not None and name != "labels":
+    for name, value in (*zip(names, inputs, strict=False), *named.items()):
+        if value is not None and name not in NOT_DECODED:
             arguments[name] = value
-    length = inputs[0].shape[1]
+    length = next(iter(arguments.values())).shape[1]
     if not is_cached:
         return _logits(model(**arguments, use_cache=False))
 

@@ -25,6 +25,7 @@ from cpt_core.quantization.op_interception import HOOK, OP_HANDLERS, QuantizedOp
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import SavedBits, precision
 from cpt_core.schedules.schedule import RoleLevels
+from cpt_core.validation import ForwardInputs, run_forward
 from cpt_extras.diagnostics.exact_sums import ExactSums
 from cpt_extras.kernels.backend import reference
 
@@ -60,7 +61,7 @@ class RepeatedRuns:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: tuple[Any, ...], undo: ExitStack
+        self, model: nn.Module, inputs: ForwardInputs, undo: ExitStack
     ) -> None:
         """Prepare a model; ``undo`` restores what ``preserve_state`` does not."""
         self.model = model
@@ -89,7 +90,7 @@ class RepeatedRuns:
 
     def outputs(
         self,
-        inputs: tuple[Any, ...],
+        inputs: ForwardInputs,
         is_quantized: bool,
         calls: list[LayerCall] | None = None,
         call: Callable[..., Any] | None = None,
@@ -111,10 +112,12 @@ class RepeatedRuns:
             recorded,
             ExactSums(),
         ):
-            return floating((call or self.model)(*copy_inputs(inputs, False, {})))
+            return floating(
+                run_forward(call or self.model, copy_inputs(inputs, False, {}))
+            )
 
     def outputs_in_other_layout(
-        self, inputs: tuple[Any, ...], is_quantized: bool, calls: Any = None
+        self, inputs: ForwardInputs, is_quantized: bool, calls: Any = None
     ) -> list[Tensor]:
         """Return the outputs of a pass in which all operands except weights have another memory layout."""
         modules = [m for m in self.model.modules() if hasattr(m, HOOK)]
@@ -129,7 +132,7 @@ class RepeatedRuns:
 
     def outputs_and_gradients(
         self,
-        inputs: tuple[Any, ...],
+        inputs: ForwardInputs,
         is_quantized: bool,
         is_checkpointed: bool,
         calls: list[LayerCall] | None = None,
@@ -145,7 +148,7 @@ class RepeatedRuns:
             call = partial(checkpoint, self.model, use_reentrant=False)
         recorded = nullcontext() if calls is None else self._recorded(calls)
         with precision(self.model, level, level), torch.enable_grad(), recorded:
-            outputs = floating(call(*copy_inputs(inputs, False, {})))
+            outputs = floating(run_forward(call, copy_inputs(inputs, False, {})))
             losses = [(y * _loss_weights(y)).sum() for y in outputs if y.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()
             if losses and parameters:
@@ -175,7 +178,7 @@ class RepeatedRuns:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
-    def _fill_ranges(self, inputs: tuple[Any, ...]) -> list[str]:
+    def _fill_ranges(self, inputs: ForwardInputs) -> list[str]:
         """Fill empty running ranges from the inputs; return the names of their layers."""
         with_empty_range = {
             name: p for name, p in self.precisions.items() if _has_empty_range(p)
@@ -187,7 +190,7 @@ class RepeatedRuns:
         for name, p in with_empty_range.items():
             modules[name].training = p.training = True
         with precision(self.model, self.level, self.level), torch.no_grad():
-            self.model(*copy_inputs(inputs, False, {}))
+            run_forward(self.model, copy_inputs(inputs, False, {}))
         filled = []
         for name, p in with_empty_range.items():
             for running in p.ranges().values():

@@ -12,7 +12,12 @@ from torch.overrides import TorchFunctionMode
 from cpt_core.bitops.counting import copy_inputs, report_operations, tensors_in
 from cpt_core.bitops.shadow import meta_copy, preserve_state
 from cpt_core.quantization.op_interception import COUNTED_FUNCTIONS, Operation
-from cpt_core.validation import check_inputs, check_types
+from cpt_core.validation import (
+    ForwardInputs,
+    check_inputs,
+    check_types,
+    run_forward,
+)
 
 # functions that move, rename or create data cost nothing by any convention
 FREE_FUNCTIONS = frozenset(
@@ -22,25 +27,25 @@ FREE_FUNCTIONS = frozenset(
 )
 
 
-def uncounted_functions(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, int]:
+def uncounted_functions(model: nn.Module, inputs: ForwardInputs) -> dict[str, int]:
     """Return the output elements of a forward pass by torch function, for functions that ``count_bitops`` leaves out.
 
     Args:
         model: any module; converted by ``quantize_`` or not. A copy runs.
-        inputs: the arguments of its forward.
+        inputs: the arguments of its forward, as for ``count_bitops``.
 
     >>> uncounted_functions(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), (torch.ones(3, 4),))
     {'relu': 6}
     """
     check_types(uncounted_functions, {"model": model})
-    check_inputs(inputs)
+    inputs = check_inputs(inputs)
     shadow, functions = meta_copy(model, on_meta=False), _UncountedFunctions()
     with (
         preserve_state(model, inputs),
         report_operations(shadow, _ignore),
         functions,
     ):
-        shadow(*copy_inputs(inputs, False, {}))
+        run_forward(shadow, copy_inputs(inputs, False, {}))
     return dict(functions.elements)
 
 

@@ -32,7 +32,12 @@ from cpt_core.quantization.convert import all_precisions, layer_precisions
 from cpt_core.quantization.op_interception import HOOK, Operation, QuantizedOpsMode
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
-from cpt_core.validation import check_inputs, check_int
+from cpt_core.validation import (
+    ForwardInputs,
+    check_inputs,
+    check_int,
+    run_forward,
+)
 from cpt_extras.formats.format import FLOAT32_BITS
 from cpt_extras.int8.execution import CODE_BITS
 from cpt_extras.int8.layers import encode_operand
@@ -68,7 +73,7 @@ class Codes(nn.Module):
 
 def export(
     model: nn.Module,
-    inputs: tuple[Any, ...],
+    inputs: ForwardInputs,
     bits: int | str | Mapping[str, int] = 8,
     *,
     dynamic_shapes: Any = None,
@@ -92,7 +97,8 @@ def export(
 
     Args:
         model: converted by ``quantize_``, trained, in evaluation mode.
-        inputs: the arguments of its forward, an example of two or more where the batch is to be free.
+        inputs: the arguments of its forward in a tuple, or keyword arguments in a mapping; an example of two or more
+            where the batch is to be free.
         bits: 1 to 8, "q_max" of the schedules, or a mapping from patterns of layer names, see ``precision``; levels
             where a layer has ladders.
         dynamic_shapes: which sizes are free, as ``torch.export.export`` takes it; None frees the first of every tensor
@@ -107,7 +113,7 @@ def export(
             filled; for other bits, or weights in another format than an affine one; for graph convolutions, whose
             graphs a program does not take; for layers in float64.
     """
-    check_inputs(inputs)
+    inputs = check_inputs(inputs)
     _check(model, bits)
     with precision(model, bits, q_grad="float"):
         for name, layer in layer_precisions(model).items():
@@ -137,8 +143,9 @@ def export(
                 lambda x: first if isinstance(x, Tensor) and x.dim() else None, inputs
             )
         with _in_torch_operations():
+            args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
             program = torch.export.export(
-                deployed, inputs, dynamic_shapes=dynamic_shapes, strict=False
+                deployed, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
             )
     for part in program.graph_module.modules():
         if isinstance(part, torch.fx.GraphModule):
@@ -212,7 +219,7 @@ def _check_format(name: str, layer: LayerPrecision) -> None:
 
 
 def _layers_used_elsewhere(
-    model: nn.Module, inputs: tuple[Any, ...]
+    model: nn.Module, inputs: ForwardInputs
 ) -> set[LayerPrecision]:
     """Run a model, and return the layers whose weights are used by another module."""
     used_elsewhere: set[LayerPrecision] = set()
@@ -230,7 +237,7 @@ def _layers_used_elsewhere(
     for mode in modes:
         mode.on_operation = partial(note, mode)
     try:
-        model(*inputs)
+        run_forward(model, inputs)
     finally:
         for mode in modes:
             mode.on_operation = None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpt_core.text_repr import show_text
 from cpt_extras.files import nan_to_none
 from cpt_extras.optional_libraries import import_optional
 
@@ -57,6 +58,8 @@ class PrecisionRange:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON; a NaN becomes None."""
         return nan_to_none(asdict(self))
+
+    _repr_pretty_ = show_text
 
     def __str__(self) -> str:
         n = len(self.start)

@@ -16,6 +16,7 @@ import numpy as np
 from scipy import stats
 
 from cpt_core.schedules.schedule import Schedule
+from cpt_core.text_repr import show_text
 from cpt_extras.former_names import FormerName
 from cpt_extras.optional_libraries import import_optional
 
@@ -145,6 +146,8 @@ class Difference:
         quantiles = stats.t.ppf(0.975, seeds - 1) + stats.t.ppf(POWER, seeds - 1)
         enough = seeds[quantiles * relative_std < np.sqrt(seeds)]
         return int(enough[0]) if enough.size else MAX_SEEDS
+
+    _repr_pretty_ = show_text
 
     def __str__(self) -> str:
         """Return the mean with its 95 % interval, such as "-0.21 [-0.52, +0.10] points"."""
@@ -484,6 +487,8 @@ class PrecisionSearchResult:
             f"precision = cpt.PrecisionScheduler(model, schedule, q_grad={q_grad})\n"
             "precision.step()  # in your loop, after every optimizer.step()"
         )
+
+    _repr_pretty_ = show_text
 
     def __str__(self) -> str:
         sentences = [

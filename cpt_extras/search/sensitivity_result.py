@@ -24,6 +24,7 @@ from scipy import stats
 
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
+from cpt_core.text_repr import show_text
 from cpt_core.validation import (
     MAX_BITS,
     check_choice,
@@ -280,6 +281,8 @@ class Sensitivity:
             name: _to_tuples(d[name], none_is_nan="in_" in name) for name in names
         }
         return cls(**values)
+
+    _repr_pretty_ = show_text
 
     def __str__(self) -> str:
         n = len(self.seeds)

@@ -469,6 +469,20 @@ def test_attention_macs_excluded_from_paper_convention():
     assert not [name for name in paper.by_layer if "(matmuls)" in name]
 
 
+def test_plan_names_share_of_normalisation():
+    """State the share of what has no bits of the schedule: batch normalisation."""
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 10), nn.BatchNorm1d(10)))
+    x = (torch.randn(10, 4),)
+    plan = cpt.count_bitops(model, x, cpt.StaticSchedule(8, 1), q_grad=8)
+    linear, norm = plan.by_layer["0"], plan.by_layer["1"]
+    assert plan.tally.never_quantized_share() == norm / (linear + norm)
+    share = f"{norm / (linear + norm):.1%} of the BitOps are of normalisation, gates"
+    assert share in str(plan)
+    paper = cpt.count_bitops(model, x, cpt.StaticSchedule(8, 1), convention="paper")
+    for other in (paper, cpt.count_bitops(model[:1], x)):
+        assert "of normalisation" not in str(other)
+
+
 def test_plan_lists_unpriced_matmuls():
     plan = count(parent_of_weights(), *sequences(), convention="paper")
     assert plan.total == 3 * 10 * 8 * (24 + 3)  # the child's weight is a layer's

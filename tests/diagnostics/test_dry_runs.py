@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import FunctionModule, identical, refused
+from IPython.core.formatters import PlainTextFormatter
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -114,9 +115,32 @@ def test_dry_run_counts_gradient_of_generated_input():
 
 @pytest.mark.parametrize("dry_run", [check, count_bitops, summary])
 def test_dry_run_requires_tuple_of_inputs(dry_run):
-    message = "inputs must be a tuple of the arguments of forward, got a Tensor"
+    message = "inputs must be a tuple of the arguments of forward, or a mapping .*, got a Tensor"
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     refused(message, dry_run, model, torch.randn(1, 4))
+    refused("got a dict", dry_run, model, {0: torch.randn(1, 4)})
+
+
+@DRY_RUNS
+@pytest.mark.parametrize("mapping", [dict, UserDict])
+def test_dry_run_takes_keyword_arguments(dry_run, mapping):
+    """Give the same result for keyword arguments in a mapping, as tokenizers return them, as for a tuple."""
+    model = quantize_(
+        FunctionModule(
+            lambda m, x, *, scale=2.0: m.layer(torch.relu(m.layer(x) * scale)),
+            layer=nn.Linear(4, 4),
+        )
+    )
+    x = torch.randn(3, 4)
+    expected = dry_run(model, (x,))
+    assert str(dry_run(model, mapping(x=x))) == str(expected)
+    assert str(dry_run(model, mapping(scale=2.0, x=x))) == str(expected)
+
+
+@pytest.mark.parametrize("dry_run", [check, count_bitops, summary])
+def test_notebook_shows_text_of_result(dry_run):
+    result = dry_run(quantize_(nn.Sequential(nn.Linear(4, 3))), (torch.randn(2, 4),))
+    assert PlainTextFormatter()(result) == str(result)
 
 
 class Busy(nn.Module):

@@ -204,6 +204,18 @@ def test_invariance_check_names_breaking_layer(case):
     assert 1e-3 < wrong.moved < 2
 
 
+@pytest.mark.parametrize("case", ["cache and mask", "packed rows"])
+def test_invariance_check_takes_keyword_arguments(case):
+    name, model, rounding, inputs = BREAKS[case]
+    names = ("ids", "attention_mask") if model is Decoder else ("packed",)
+    options = {"use_cache": False} if model is Decoder else {}
+    converted = quantize_(model(Rounds(*rounding)))
+    expected = check(converted, inputs).invariances
+    assert next(r for r in expected if r.name == name).status == "broken"
+    named = dict(zip(names, inputs, strict=True))
+    assert check(converted, {**named, **options}).invariances == expected
+
+
 @pytest.mark.parametrize("by_strides", [True, False])
 def test_invariance_check_varies_operand_layout(by_strides):
     def handler(mode, function, a, b):

@@ -300,6 +300,17 @@ def test_export_takes_bits_per_layer_or_schedule():
     refused(message, cpt.export, model, x, "q_max")
 
 
+def test_export_takes_keyword_arguments():
+    case = PROGRAMS["decoder"]
+    model, (tokens, mask) = trained(case), case.example
+    program = cpt.export(model, {"attention_mask": mask, "input_ids": tokens}, 4)
+    tokens, mask = case.inputs
+    with torch.no_grad():
+        outputs = program.module()(attention_mask=mask, input_ids=tokens)
+    expected = run(cpt.export(model, case.example, 4), case.inputs)
+    assert torch.equal(outputs["logits"], expected["logits"])
+
+
 def test_export_leaves_model_unchanged():
     """Leave the model unchanged, and fix the sizes that `dynamic_shapes` does not name."""
     model, x = trained(PERCEPTRON), numbers(6, 12)
