@@ -105,7 +105,8 @@ def pages() -> dict[Path, str]:
     stated.add_claims(entries)
     for name, study_answers in extended_answers.items():
         stated.add(f"{name.upper()}, extended rates", _effects(study_answers))
-    stated.add("H12, fresh seeds", _fresh_date_effects(replications))
+    again = [one.replication for one in replications]
+    stated.add("fresh seeds", [*again, _fresh_date_effect(again)])
     tasks = list(_tasks_by_grid(runs))
     stored_at_paper = set(runs.loc[runs["scale"] == "paper", "key"])
     ends = last_bits(runs)
@@ -467,17 +468,16 @@ def _early_under_decay(part: h12.Damages) -> Estimate:
     return Estimate(f"{part.name}, early minus late under decay", part.unit, values)
 
 
-def _fresh_date_effects(replications: Iterable[ReplicatedEffect]) -> list[Estimate]:
-    """Return the effects of the date of a deficit on digits with fresh seeds, and early minus late under decay."""
-    by_name = {one.original.description: one.replication for one in replications}
+def _fresh_date_effect(replications: Iterable[Estimate]) -> Estimate:
+    """Return the damage of an early minus that of a late deficit under decay, on digits with fresh seeds."""
+    by_name = {effect.description: effect for effect in replications}
     constant = by_name["digits, constant, equal recovery: early minus late"]
     by_decay = by_name["digits, early minus late, under decay minus constant"]
-    under_decay = replace(
+    return replace(
         constant,
         description="digits, early minus late under decay",
         values=constant.values + by_decay.values,
     )
-    return [constant, by_decay, under_decay]
 
 
 def _changed_effects(
