@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ import typer
 from cpt_core.validation import suggest_names
 from cpt_extras.files import write_text
 from cpt_extras.optional_libraries import import_optional
-from cpt_lab.analysis import precision_search_report, report
+from cpt_lab.analysis import precision_search_report, report, reproduction
 from cpt_lab.analysis.rendering import Section
 from cpt_lab.commands import digest, try_
 from cpt_lab.experiments.registry import task_of_dataset
@@ -67,6 +67,8 @@ FIRST_NOTEBOOKS = ("01", "03", "05", "07", "04", "06")  # sections of the paper
 
 KERNEL_STOP_SECONDS = 3.0  # for interrupted kernels to end by themselves
 REPEATED_SIGNAL_SECONDS = 0.5  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
+REPORT_SECONDS = 10.0  # for the page with the claims of the paper, on two cores
+SECTION_CLAIMS_SECONDS = 20.0  # at most, for the claims of a notebook's sections
 TRY_MINUTES = 5.0  # for data of the user's own, before the notebooks
 
 
@@ -241,6 +243,9 @@ def reproduce(
             after_section=lambda outcomes: write_index(outcomes, is_final=False),
         )
     outcomes.sort(key=lambda outcome: outcome.name)
+    if progress:
+        minutes = max(report_seconds(numbers) / 60, 0.1)
+        typer.echo(f"writing the report, about {minutes:.1f} minutes on two cores")
     return outcomes, write_index(outcomes, is_final=True)
 
 
@@ -354,8 +359,10 @@ def _write_index(
     if user_data:
         answer = precision_search_report.answer_sections(user_data, scale)
     evidence = [] if answer else _committed_evidence()
+    # Committed rows are about the data of the paper, not about the user's.
+    shown_numbers = () if is_own(user_data) else numbers
     page = report.write(
-        folder, scale, pages, evidence, answer, numbers, has_claims=is_final
+        folder, scale, pages, evidence, answer, shown_numbers, has_claims=is_final
     )
     write_text(key_file, key)
     return page
@@ -445,8 +452,19 @@ def expected(scale: str, paths: Sequence[Path]) -> dict[str, float]:
 
 def estimate(scale: str, number: str | None = None) -> float | None:
     """Return about how many seconds ``reproduce`` takes on two cores; None where it was not measured."""
-    seconds = expected(scale, notebooks(number)).values()
-    return max(max(seconds), sum(seconds) / AT_ONCE) if seconds else None
+    paths = notebooks(number)
+    seconds = expected(scale, paths).values()
+    if not seconds:
+        return None
+    numbers = [path.name[:2] for path in paths]
+    return max(max(seconds), sum(seconds) / AT_ONCE) + report_seconds(numbers)
+
+
+def report_seconds(numbers: Collection[str]) -> float:
+    """Return about how many seconds the last report of notebooks takes on two cores."""
+    sections = {section.number for section in reproduction.SECTIONS.values()}
+    num_sections = len(sections.intersection(numbers))
+    return REPORT_SECONDS + SECTION_CLAIMS_SECONDS * num_sections
 
 
 def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:

@@ -122,8 +122,9 @@ def write(
         outcomes: outcome of every notebook.
         committed: sections made of committed rows, which come first.
         own_data: answers for the user's own data, which come before everything else.
-        notebooks: numbers of the notebooks that run, such as "03"; their sections are on the page from the start.
-        has_claims: compare the claims of the paper, which takes half a minute; without, the page has figures only.
+        notebooks: numbers of notebooks such as "03", whose sections are on the page before any of their runs ends.
+        has_claims: compare the claims of the shown sections, which takes up to 20 seconds a section; without, the page
+            has figures only.
     """
     files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
     runs = load(*files) if files else table([])
@@ -143,7 +144,7 @@ def write(
         Section(
             "Notebooks", (BRACKETS_NOTE,), table=_notebooks(outcomes), style="left"
         ),
-        *_paper_sections(runs, notebooks, has_claims),
+        *_paper_sections(runs, scale, notebooks, has_claims),
         *data_reports.sections(
             *data_reports.stored_reports(files), style="left folded"
         ),
@@ -158,7 +159,7 @@ def write(
 
 
 def compare_claims(run_claims: pd.DataFrame, committed: pd.DataFrame) -> pd.DataFrame:
-    """Return the claims of a section in three columns: the paper, this run, the committed rows.
+    """Return the claims of a section in three columns: the paper, your runs, the committed rows.
 
     Args:
         run_claims: ``reproduction.claims_table`` of the runs of a page.
@@ -175,7 +176,7 @@ def compare_claims(run_claims: pd.DataFrame, committed: pd.DataFrame) -> pd.Data
         lines,
         columns=[
             run_claims.columns[0],
-            "this run",
+            "your runs",
             "committed rows",
             *committed.columns[2:],
         ],
@@ -197,7 +198,7 @@ def _measured_here(line: tuple[str, ...]) -> str:
 
 
 def _paper_sections(
-    runs: pd.DataFrame, notebooks: Collection[str], has_claims: bool
+    runs: pd.DataFrame, scale: str, notebooks: Collection[str], has_claims: bool
 ) -> Iterator[Section]:
     """Yield claims and figures of every section of the paper that was run, or whose notebook is running."""
     figures = {}
@@ -205,35 +206,59 @@ def _paper_sections(
         figures = {
             topic: list(_figures(topic, runs)) for topic in reproduction.SECTIONS
         }
-    topics = []
-    for topic, section in reproduction.SECTIONS.items():
-        is_running = section.number in notebooks and topic in ARTEFACTS_BY_TOPIC
-        if figures.get(topic) or is_running:
-            topics.append(topic)
+    by_number = sorted(
+        reproduction.SECTIONS, key=lambda topic: reproduction.SECTIONS[topic].number
+    )
+    for topic in by_number:
+        number = reproduction.SECTIONS[topic].number
+        if figures.get(topic):
+            yield _claims_with_runs(topic, runs, scale, has_claims)
+            yield from figures[topic]
+        elif number in notebooks and topic in ARTEFACTS_BY_TOPIC:
+            yield _committed_claims(topic, has_claims)
+            yield from _explained_committed_figures(topic, scale)
 
-    committed_tables: dict[str, pd.DataFrame] = {}
-    run_tables: dict[str, pd.DataFrame] = {}
-    if topics and has_claims:
-        committed_tables = reproduction.claims_tables()
-        if len(runs):
-            run_tables = reproduction.claims_tables(judge_claims(runs))
 
-    for topic in sorted(topics, key=lambda topic: reproduction.SECTIONS[topic].number):
-        section = reproduction.SECTIONS[topic]
-        has_runs = bool(figures.get(topic))
-        title = f"{section.title}: the paper, committed rows"
-        table = committed_tables.get(topic)
-        if has_runs:
-            title = f"{section.title}: the paper, this run, committed rows"
-        if has_runs and has_claims:
-            table = compare_claims(run_tables[topic], committed_tables[topic])
-        note = f"Paper: {section.place}. Notebook {section.number} explains it. "
-        if has_claims:
-            note += "Verdicts are those of the committed rows."
-        else:
-            note += "The claims are compared when all notebooks have ended."
-        yield Section(title, (note,), table=table, style="left claims")
-        yield from figures[topic] if has_runs else _committed_figures(topic)
+def _claims_with_runs(
+    topic: str, runs: pd.DataFrame, scale: str, has_claims: bool
+) -> Section:
+    """Return the claims of a section measured by runs of a scale, beside the committed rows."""
+    section = reproduction.SECTIONS[topic]
+    table = None
+    if has_claims:
+        run_claims = reproduction.claims_table(topic, runs)
+        table = compare_claims(run_claims, reproduction.claims_table(topic))
+    title = f"{section.title}: the paper, your runs, committed rows"
+    note = f"{_place_note(section)} Your runs are all that are stored at {scale} scale. {_verdict_note(has_claims)}"
+    return Section(title, (note,), table=table, style="left claims")
+
+
+def _committed_claims(topic: str, has_claims: bool) -> Section:
+    """Return the claims of a section measured by the committed rows."""
+    section = reproduction.SECTIONS[topic]
+    table = reproduction.claims_table(topic) if has_claims else None
+    title = f"{section.title}: the paper, committed rows"
+    note = f"{_place_note(section)} {_verdict_note(has_claims)}"
+    return Section(title, (note,), table=table, style="left claims")
+
+
+def _place_note(section: reproduction.PaperSection) -> str:
+    return f"Paper: {section.place}. Notebook {section.number} explains it."
+
+
+def _verdict_note(has_claims: bool) -> str:
+    if has_claims:
+        return "Verdicts are those of the committed rows."
+    return "The claims are compared when all notebooks have ended."
+
+
+def _explained_committed_figures(topic: str, scale: str) -> Iterator[Section]:
+    """Yield the figures of committed rows, with the reason why they are shown instead of runs."""
+    reason = f"no run of this section has ended here at {scale} scale yet"
+    if scale == "smoke":
+        reason = "smoke runs are too short to be shown"
+    for shown in _committed_figures(topic):
+        yield replace(shown, notes=(f"Committed rows: {reason}.", *shown.notes))
 
 
 @cache
@@ -242,10 +267,7 @@ def _committed_figures(topic: str) -> tuple[Section, ...]:
     rows = figure_data.best_rows(ARTEFACTS_BY_TOPIC[topic])
     if rows.empty:
         return ()
-    note = "Committed rows: no run of this section at this scale has ended here yet."
-    return tuple(
-        replace(shown, notes=(note, *shown.notes)) for shown in _figures(topic, rows)
-    )
+    return tuple(_figures(topic, rows))
 
 
 def _figures(topic: str, runs: pd.DataFrame) -> Iterator[Section]:

@@ -423,12 +423,8 @@ def claims_table(topic: str, runs: pd.DataFrame | None = None) -> pd.DataFrame:
     return _claims_table(topic, claims.judge_claims(runs, only=_claim_ids(topic)))
 
 
-def claims_tables(
-    entries: Sequence[claims.Entry] | None = None,
-) -> dict[str, pd.DataFrame]:
-    """Return ``claims_table`` of every section, from judged claims; None uses all committed rows."""
-    if entries is None:
-        entries = _committed_entries()
+def claims_tables(entries: Sequence[claims.Entry]) -> dict[str, pd.DataFrame]:
+    """Return ``claims_table`` of every section, from judged claims."""
     return {topic: _claims_table(topic, entries) for topic in SECTIONS}
 
 
@@ -442,14 +438,14 @@ def _claims_table(topic: str, entries: Iterable[claims.Entry]) -> pd.DataFrame:
 
 
 @cache
-def _committed_entries(topic: str = "") -> list[claims.Entry]:
-    """Return the claims of a section judged by the committed rows; "" for all claims."""
+def _committed_entries(topic: str) -> list[claims.Entry]:
+    """Return the claims of a section judged by the committed rows."""
     return claims.judge_claims(committed(), only=_claim_ids(topic))
 
 
 def _claim_ids(topic: str) -> list[str]:
-    """Return the ids of the claims of a section, none for ""; corrections are within a claim."""
-    return [c.id for c in claims.claims() if topic and section_of_claim(c) == topic]
+    """Return the ids of the claims of a section; corrections are within a claim."""
+    return [c.id for c in claims.claims() if section_of_claim(c) == topic]
 
 
 class _Measured(NamedTuple):

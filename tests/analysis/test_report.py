@@ -244,15 +244,14 @@ def reproduced(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "runs_dir", lambda: tmp_path / "runs")
     monkeypatch.setattr(report, "_versions", str)
 
-    def tables(runs=None):  # runs that are judged by no rule
-        lines = COMMITTED
-        if runs is not None:
-            seeds = runs["seed"].nunique()
-            lines = claims_here(f"CR minus static 8: -1.00, n = {seeds}")
-        return dict.fromkeys(reproduction.SECTIONS, lines)
+    def claims_table(topic, runs=None):  # runs that are judged by no rule
+        assert topic == "images", "claims of a section without runs were judged"
+        if runs is None:
+            return COMMITTED
+        seeds = runs["seed"].nunique()
+        return claims_here(f"CR minus static 8: -1.00, n = {seeds}")
 
-    monkeypatch.setattr(report, "judge_claims", lambda runs: runs)
-    monkeypatch.setattr(reproduction, "claims_tables", tables)
+    monkeypatch.setattr(reproduction, "claims_table", claims_table)
 
     def write(*seeds, scale="demo", **sections):
         arms = {"schedules": ["RR", "CR"], "static_bits": [8], "seeds": seeds}
@@ -269,9 +268,10 @@ def test_reproduce_page_compares_claims_with_rows(reproduced):
     text = plain(page)
     assert text.startswith("Cyclic precision training: notebooks run at demo scale")
     here = "CR minus static 8: -1.00, n = 3; static 8 reaches 50 %"
-    header = "the paper says this run committed rows data and scale baseline verdict"
+    header = "the paper says your runs committed rows data and scale baseline verdict"
     assert f"{header} {CLAIM} {here} {MEASURED}" in text
-    assert "Image classification: the paper, this run, committed rows" in text
+    assert "Image classification: the paper, your runs, committed rows" in text
+    assert "Your runs are all that are stored" in text
     assert "Language: the paper" not in text  # nothing of it was run
     assert "too few seeds" not in text
     before, after = page.split("data:image/png;base64,")
@@ -318,6 +318,6 @@ def test_reproduce_page_introduces_user_data(reproduced):
 )
 def test_compare_claims_reports_run_status(measured, shown):
     lines = report.compare_claims(claims_here(measured, "–"), COMMITTED)
-    assert lines["this run"].tolist() == [shown]
+    assert lines["your runs"].tolist() == [shown]
     assert lines["committed rows"].tolist() == COMMITTED["measured"].tolist()
     assert lines["verdict"].tolist() == ["inconclusive"]

@@ -514,6 +514,16 @@ def test_notebooks_are_numbered_and_have_estimates():
     assert estimate("paper") is None
 
 
+@pytest.mark.parametrize(("number", "num_sections"), [("01", 0), ("03", 1), (None, 6)])
+def test_estimate_includes_report(number, num_sections):
+    seconds = reproduce.expected("demo", notebooks(number)).values()
+    report_seconds = (
+        reproduce.REPORT_SECONDS + num_sections * reproduce.SECTION_CLAIMS_SECONDS
+    )
+    notebook_seconds = max(max(seconds), sum(seconds) / reproduce.AT_ONCE)
+    assert estimate("demo", number) == notebook_seconds + report_seconds
+
+
 @pytest.mark.slow
 def test_reproduce_passes_dataset_to_notebooks_of_task(tmp_path, monkeypatch):
     monkeypatch.setattr(

@@ -12,14 +12,42 @@ from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun
 
 
 @pytest.mark.slow
-def test_index_shows_committed_figures_before_runs():
-    claims, *figures = report._paper_sections(table([]), ["04"], has_claims=False)
+@pytest.mark.parametrize(
+    ("scale", "reason"),
+    [
+        ("demo", "no run of this section has ended here at demo scale yet"),
+        ("smoke", "smoke runs are too short to be shown"),
+    ],
+)
+def test_index_shows_committed_figures_before_runs(scale, reason):
+    sections = report._paper_sections(table([]), scale, ["04"], has_claims=False)
+    claims, *figures = sections
     assert claims.title == "Object detection: the paper, committed rows"
     assert claims.table is None
     assert figures
     for section in figures:
         assert section.figure is not None
-        assert section.notes[0].startswith("Committed rows: no run of this section")
+        assert section.notes[0] == f"Committed rows: {reason}."
+
+
+@pytest.mark.parametrize(
+    ("dataset", "shown"), [("", ["03"]), ("digits", ["03"]), ("my-pictures/", [])]
+)
+def test_index_omits_committed_sections_for_user_data(
+    dataset, shown, tmp_path, monkeypatch
+):
+    """Show the committed rows of a section only beside data of the paper or a stand-in."""
+    numbers = []
+
+    def write(folder, scale, pages, evidence, answer, notebooks, has_claims):
+        numbers.extend(notebooks)
+        return folder / "index.html"
+
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    monkeypatch.setattr(report, "write", write)
+    monkeypatch.setattr(notebooks, "_committed_evidence", list)
+    notebooks._write_index(tmp_path, "smoke", dataset, [], ["03"], is_final=True)
+    assert numbers == shown
 
 
 def test_reproduce_updates_index_after_sections(monkeypatch):
