@@ -1,7 +1,7 @@
 """Runs that a class can watch: a figure of their bits and training losses, drawn anew while they train."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -15,21 +15,27 @@ from cpt_lab.analysis.style import (
     subplots,
 )
 from cpt_lab.experiments.spec import RunSpec, savings_of
-from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.sweeps.stores import load_rows
+from cpt_lab.sweeps.sweep import SweepOptions, run_grid
 
 REDRAW_SECONDS = 1.0  # between two pictures
 
 
 def watch(specs: Sequence[RunSpec], store: Path) -> None:
-    """Train the runs of a seed that a store does not hold side by side in this process, and draw them meanwhile."""
-    watched = Watched(specs)
+    """Train the runs of a seed that a store does not hold side by side in this process, and draw them meanwhile.
+
+    A bar counts the runs; at smoke scale it is left out of log files.
+    """
+    accepts = SweepOptions().accepts
+    stored_keys = {row["key"] for row in load_rows(store) if accepts(row)}
+    watched = Watched(specs, stored_keys)
     run_grid(
         specs,
         store,
         workers=0,
         together=len(specs),
         device="cpu",
-        progress=False,
+        progress=None if specs[0].scale == "smoke" else True,
         on_step=watched,
     )
     if watched.losses:
@@ -43,10 +49,13 @@ def watch(specs: Sequence[RunSpec], store: Path) -> None:
 class Watched:
     """A figure of runs of one length, a line an arm; ``run_grid`` calls it after every step, as its ``on_step``.
 
-    A loss is the mean over the last twentieth of the steps, at the bits of the step.
+    A loss is the mean over the last twentieth of the steps, at the bits of the step. Runs that are stored already have
+    no losses; the title names their arms.
     """
 
-    def __init__(self, specs: Sequence[RunSpec]) -> None:
+    def __init__(
+        self, specs: Sequence[RunSpec], stored_keys: Collection[str] = ()
+    ) -> None:
         self.specs, self.steps = (
             {spec.key: spec for spec in specs},
             specs[0].recipe.steps,
@@ -54,6 +63,7 @@ class Watched:
         self.warning = (
             "Smoke scale, not a result. " if specs[0].scale == "smoke" else ""
         )
+        self.stored_arms = [spec.arm for spec in specs if spec.key in stored_keys]
         self.losses: dict[
             str, dict[int, float]
         ] = {}  # of the steps so far, after a stop those since then
@@ -107,16 +117,27 @@ class Watched:
                     va="center",
                     transform=loss.get_yaxis_transform(),
                 )
-            step, first, last = (
-                max(map(max, self.losses.values())),
-                ends[0][1],
-                ends[-1][1],
-            )
-            finding = f"Step {step + 1} of {self.steps}: the training loss of {first} is lowest, of {last} highest"
-            figure.suptitle(self.warning + finding, fontsize=10)
+            figure.suptitle(self._title(ends), fontsize=10)
         if self.display_handle is None:
             self.display_handle = DisplayHandle()
             figure.show_by(self.display_handle.display)
         else:
             figure.show_by(self.display_handle.update)
         self.drawn_at = time.monotonic()
+
+    def _title(self, ends: Sequence[tuple[float, str, str]]) -> str:
+        """Return the finding so far.
+
+        Args:
+            ends: training loss, arm and color of every drawn run, the lowest loss first.
+        """
+        step = max(map(max, self.losses.values()))
+        seed = next(iter(self.specs.values())).seed
+        (lowest_loss, lowest, _), (_, highest, _) = ends[0], ends[-1]
+        finding = f"the training loss of {lowest} is lowest, of {highest} highest"
+        if len(ends) == 1:
+            finding = f"the training loss of {lowest} is {lowest_loss:.2f}"
+        title = f"{self.warning}Step {step + 1} of {self.steps}, seed {seed} only: {finding}"
+        if self.stored_arms:
+            title += f"\nnot drawn, as stored already: {', '.join(self.stored_arms)}"
+        return title

@@ -4,9 +4,10 @@ import pytest
 
 from cpt_extras.figures import AltTextFigure
 from cpt_lab.experiments import designs
-from cpt_lab.sweeps.stores import load_rows
+from cpt_lab.sweeps.stores import SCHEMA_VERSION, append_row, load_rows
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lessons import live_figures
+from tests.helpers import row_of
 
 
 @pytest.fixture
@@ -51,8 +52,38 @@ def test_live_figure_has_line_per_arm(start, pictures, monkeypatch):
     )
     assert "2: 2 parts, 6 points" in pictures[-1][1]
     steps, (cr, static) = SPECS[0].recipe.steps, (spec.arm for spec in SPECS)
-    said = f"Step {start + 3} of {steps}: the training loss of {static} is lowest, of {cr} highest"
+    said = f"Step {start + 3} of {steps}, seed 0 only: the training loss of {static} is lowest, of {cr} highest"
     assert titles[-1] == f"Smoke scale, not a result. {said}"
+
+
+@pytest.mark.slow
+def test_live_figure_names_stored_arms(pictures, tmp_path, monkeypatch):
+    """Count the runs in a bar, and name in the title the arms that are not drawn."""
+    options = []
+
+    def train_missing(specs, store, on_step, **kwargs):
+        options.append(kwargs)
+        on_step(specs[1], 0, 2.0)
+
+    titles = []
+    monkeypatch.setattr(live_figures, "run_grid", train_missing)
+    monkeypatch.setattr(
+        AltTextFigure,
+        "show_by",
+        lambda figure, by: titles.append(figure.get_suptitle()),
+    )
+    stored, missing = designs.quality_cost(
+        "demo", "digits", schedules=["CR"], static_bits=[8], seeds=[3]
+    )
+    store = tmp_path / "image.jsonl"
+    append_row(store, {"schema": SCHEMA_VERSION, **row_of(stored, 0.5)})
+    live_figures.watch([stored, missing], store)
+    steps = missing.recipe.steps
+    assert titles[-1] == (
+        f"Step 1 of {steps}, seed 3 only: the training loss of {missing.arm} is 2.00\n"
+        f"not drawn, as stored already: {stored.arm}"
+    )
+    assert options[0]["progress"] is True
 
 
 @pytest.mark.slow
