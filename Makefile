@@ -26,6 +26,11 @@ GIVEN := NB SCALE DATASET PARAMS ONLY JOBS CHANGED UPDATE COMPAT IMAGE RUNS UP
 $(foreach name,$(GIVEN),$(eval override $(name) := $$(value $(name))))
 export $(GIVEN)
 
+# make takes any name: nb=01 would run all notebooks.
+GIVEN_IN_LOWER_CASE := nb scale dataset params only jobs changed update compat image runs up
+$(foreach name,$(GIVEN_IN_LOWER_CASE),$(if $(filter command,$(origin $(name))),\
+  $(error unknown variable $(name)=$(value $(name)); did you mean $(shell echo $(name) | tr a-z A-Z)=$(value $(name))?)))
+
 BIN := .venv/bin
 # What pip says on its way is shown where it fails for another reason than that no index can be reached.
 SETUP_LOG := .venv/setup.log

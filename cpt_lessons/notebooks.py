@@ -73,11 +73,12 @@ TRY_MINUTES = 5.0  # for data of the user's own, before the notebooks
 
 
 def notebooks(number: str | None = None) -> list[Path]:
-    """Return all notebooks, or the one with a number; ValueError if there is none."""
+    """Return all notebooks, or the one with a number such as "03" or "3"; ValueError if there is none."""
     paths = sorted(notebooks_dir().glob("[0-9][0-9]_*.ipynb"))
     if number is None:
         return paths
-    matches = [p for p in paths if p.name.startswith(number)]
+    prefix = f"0{number}" if re.fullmatch("[0-9]", number) else number
+    matches = [p for p in paths if p.name.startswith(prefix)]
     if not number or len(matches) != 1:
         raise ValueError(
             f"no notebook {number!r}; {suggest_names(number, [p.name[:2] for p in paths])}"

@@ -54,6 +54,12 @@ def test_make_passes_special_characters_unchanged(make):
     assert make("reproduce", *given) == (0, [*words.split(), parameters], [])
 
 
+def test_make_refuses_variables_in_lower_case(make):
+    status, out, (error,) = make("reproduce", "nb=01")
+    assert (status, out) == (2, [])
+    assert "unknown variable nb=01; did you mean NB=01?" in error
+
+
 @pytest.mark.parametrize(
     ("target", "variables", "called"),
     [

@@ -510,6 +510,7 @@ def test_first_cell_with_package_installs_no_wheel(first_cell):
 
 def test_notebooks_are_numbered_and_have_estimates():
     assert [p.name[:2] for p in notebooks()] == [f"{n:02}" for n in range(19)]
+    assert notebooks("3") == notebooks("03")
     assert estimate("demo") >= estimate("demo", "01") > 0
     assert estimate("paper") is None
 
