@@ -90,7 +90,8 @@ def pages() -> dict[Path, str]:
     damages, damage_missing = h12.damages(runs)
     by_recipe = h13.tasks(runs)[0]
     spending_alike = h7.gains_by_evaluation(spending)
-    replications = _replicated_effects(answers)
+    replications = replicated_effects(answers)
+    again = [one.replication for one in replications]
     extended_answers = {
         "h7": h7.extended_answers(runs),
         "h10": h10.extended_answers(runs),
@@ -101,12 +102,10 @@ def pages() -> dict[Path, str]:
         "H11": ordered,
         "H13": by_recipe,
     }
-    stated = _stated_effects(answers, tuned_tasks, damages)
+    stated = stated_effects(answers, tuned_tasks, damages, again)
     stated.add_claims(entries)
     for name, study_answers in extended_answers.items():
         stated.add(f"{name.upper()}, extended rates", _effects(study_answers))
-    again = [one.replication for one in replications]
-    stated.add("fresh seeds", [*again, _fresh_date_effect(again)])
     tasks = list(_tasks_by_grid(runs))
     stored_at_paper = set(runs.loc[runs["scale"] == "paper", "key"])
     ends = last_bits(runs)
@@ -420,10 +419,11 @@ def _effects(answers: Iterable[Answer]) -> Iterator[Estimate]:
         yield from answer.secondary
 
 
-def _stated_effects(
+def stated_effects(
     answers: Iterable[Answer],
     tuned_tasks: Mapping[str, Sequence[Task]],
     damages: Iterable[h12.Damages],
+    replications: Sequence[Estimate],
 ) -> StatedEffects:
     """Return the effects of all studies: those of the answers, differences of any two arms, damages of deficits.
 
@@ -431,6 +431,7 @@ def _stated_effects(
         answers: answers of all studies.
         tuned_tasks: study -> its complete tasks.
         damages: tasks of H12.
+        replications: effects of fresh seeds.
     """
     stated = StatedEffects()
     for answer in answers:
@@ -445,6 +446,7 @@ def _stated_effects(
         for rule, date in itertools.product(h12.RULES, h12.DATES):
             stated.add("H12", [part.damage(rule, h12.EQUAL_RECOVERY, date)])
         stated.add("H12", [_early_under_decay(part)])
+    stated.add("fresh seeds", [*replications, _fresh_date_effect(replications)])
     return stated
 
 
@@ -576,7 +578,7 @@ def _fresh_seeds() -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _replicated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
+def replicated_effects(answers: Iterable[Answer]) -> list[ReplicatedEffect]:
     """Return pairs of committed effects and their replications with fresh seeds."""
     committed_effects = {
         effect.description: effect for answer in answers for effect in answer.primary

@@ -16,10 +16,19 @@ import cpt_core as cpt
 from bench import paper_scale
 from book import figures, results
 from cpt_core.models.lstm_lm import LanguageModel
-from cpt_lab.analysis import claims, figure_data, paper_numbers, report
+from cpt_lab.analysis import (
+    claims,
+    figure_data,
+    paper_numbers,
+    preregistered,
+    report,
+    run_table,
+)
 from cpt_lab.experiments import grids
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.h5.arms import allocated
+from cpt_lab.studies.h11 import outcome as h11
+from cpt_lab.studies.h12 import outcome as h12
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -336,6 +345,82 @@ def preregistered_outcomes():
     assert not re.search(r"\bH\d", README.read_text())
 
 
+def size_with_interval(effect):
+    """Return an effect as lessons write it, such as "3.3 points [1.0, 5.7]"."""
+    size, low, high = (f"{x:.1f}" for x in (effect.mean, effect.low, effect.high))
+    return f"{size} points [{low}, {high}]"
+
+
+def effects_in_notebooks():
+    """State the effects of our questions that the texts of notebooks 07, 08, 14 and 18 name."""
+    runs = run_table.committed()
+    answers = preregistered.all_answers(runs)
+    again = [one.replication for one in results.replicated_effects(answers)]
+    damages, _ = h12.damages(runs)
+    stated = results.stated_effects(
+        answers, {"H11": h11.tasks(runs)[0]}, damages, again
+    )
+    find, select = stated.find, stated.select
+
+    by_decay = "{}, early minus late, under decay minus constant"
+    early = ".*, (step|cosine), equal recovery: early minus late"
+    constant = "digits, constant, equal recovery: early minus late"
+    digits, graph = (
+        find("H12", by_decay.format(task)) for task in ("digits", "Facebook GCN")
+    )
+    page = "notebooks/07_critical_periods.ipynb"
+    interval = f"{graph.mean:.2f} [{graph.low:.2f}, {graph.high:.2f}]"
+    yield page, f"by {size_with_interval(digits)} on digits and {interval} on the graph"
+    points = select("H12", early.replace(".*", "digits")).sizes()
+    graph_points = select("H12", early.replace(".*", "Facebook GCN")).sizes(2)
+    yield page, f"by {points} points on digits and {graph_points} on the graph, where"
+    designs = select("H12", ".*, the paper's design: early minus late")
+    assert (designs.num_below, len(designs)) == (5, 6)
+    yield page, "in five of six rows the late deficit costs more"
+    repeated = find("fresh seeds", "digits, early minus late under decay")
+    yield (
+        page,
+        f"fresh seeds on digits**, the result under decay is the same: {size_with_interval(repeated)}",
+    )
+    more, less = find("fresh seeds", constant), -find("H12", constant).mean
+    yield page, f"costs {size_with_interval(more)} more instead of {less:.1f} less"
+
+    gain = {
+        task: find("H11", f"{task}, constant, rising minus static 4")
+        for task in ("characters", "Facebook GCN", "CIFAR-10 copies", "digits")
+    }
+    page = "notebooks/08_choosing_a_schedule.ipynb"
+    yield page, f"gain {gain['characters'].mean:.1f} % on characters"
+    yield page, f"and {gain['Facebook GCN'].mean:.1f} points on the graph"
+    loss = -gain["CIFAR-10 copies"].mean
+    yield page, f"lose {loss:.1f} points on copies of CIFAR-10"
+    yield page, f"inconclusive ({size_with_interval(gain['digits'])})"
+    static = select("H11", ".*, rising minus static 4 under decay")
+    assert static.num_below == len(static) == 4
+    yield page, "static 4 bits are better than rising bits on all four tasks"
+
+    noise = [
+        find("H1", f"{task}, a doubling of the noise")
+        for task in ("characters", "Facebook")
+    ]
+    page = "notebooks/14_preregistered_questions.ipynb"
+    assert find("fresh seeds", "Facebook, a doubling of the noise").high > 0
+    yield (
+        page,
+        f"by {-noise[0].mean:.1f} % a doubling. On the graph hardly:** by {-noise[1].mean:.2f} points",
+    )
+
+    latest = find("H3", "loss, latest minus earliest, at equal learning rate")
+    interval = f"an interval from {-latest.low:.2f} less to {latest.high:.2f} more"
+    page = "notebooks/18_damage_or_lost_time.ipynb"
+    yield (
+        page,
+        f"loses {-latest.mean:.2f} points less than the earliest, with {interval} ({latest.n} seeds)".replace(
+            "(10 seeds)", "(ten seeds)"
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     "stated_texts",
     [
@@ -345,6 +430,7 @@ def preregistered_outcomes():
         cost_of_paper_runs,
         schedule_comparisons,
         pytest.param(allocated_bits, marks=pytest.mark.slow),
+        pytest.param(effects_in_notebooks, marks=pytest.mark.slow),
         preregistered_outcomes,
     ],
 )
