@@ -88,6 +88,7 @@ def show_figures(runs: pd.DataFrame) -> None:
     task = str(runs["task"].iloc[0])
     for part in experiments(f"figure_7/{task}", other_runs):
         display(quality_cost.figure_3(part))
+        print("95 % intervals, not corrected for several comparisons:")
         beside_static(at_q_max(part, None))
     for part in experiments("figure_5", other_runs):
         display(figure_5(part, int(part["q_max"].iloc[0])))
@@ -107,7 +108,8 @@ def show_claims(runs: pd.DataFrame) -> None:
         display(
             NotebookTable(
                 table,
-                "The paper's claims and these runs; effects are positive in the claim's direction.",
+                "The paper's claims and these runs; effects are positive in the claim's direction. Their 95 % "
+                "intervals are not corrected for several comparisons.",
             )
         )
 

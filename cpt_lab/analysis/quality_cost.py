@@ -250,6 +250,8 @@ def _finding(runs: pd.DataFrame) -> str:
 
     with_schedules = [c for c in comparisons if c.schedules]
     words = "; ".join(c.words for c in with_schedules or comparisons[:1])
+    if any(c.schedules > 1 and c.seeds >= MIN_SEEDS for c in comparisons):
+        words += " (corrected for several comparisons)"
     relation = _relation(runs) if comparisons[0].schedules > 1 else ""
     if relation:
         return f"{relation}; {words}"

@@ -12,6 +12,7 @@ from cpt_core.schedules.profiles import PROFILES, SUITE
 from cpt_core.schedules.schedule import Schedule
 from cpt_lab.analysis.style import (
     COLORS,
+    PROFILE_COLORS,
     TEXT,
     integer_ticks,
     legend_below,
@@ -81,12 +82,7 @@ def draw_schedule(ax: Axes, schedule: Schedule) -> None:
 def profiles_figure() -> Figure:
     """Draw the four profiles of the paper and their two mirror images.  Paper: section 3.1."""
     x = np.linspace(0, 1, 201)
-    groups = {
-        "linear": "static",
-        "cosine": "medium",
-        "exponential": "small",
-        "rex": "large",
-    }
+    styles = {"linear": ":", "cosine": "-", "exponential": "--", "rex": "-."}
     turned = {
         "growth": "$f(x)$",
         "horizontal": "$f(1 - x)$, horizontal mirror",
@@ -99,15 +95,13 @@ def profiles_figure() -> Figure:
     )
     with subplots(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
         for ax, (way, formula) in zip(axes[0], turned.items(), strict=True):
-            for (name, group), line in zip(
-                groups.items(), (":", "-", "--", "-."), strict=True
-            ):
+            for name, line in styles.items():
                 curve = getattr(PROFILES[name](), way)(x)
                 ax.plot(
                     x,
                     curve,
                     line,
-                    color=COLORS[group],
+                    color=PROFILE_COLORS[name],
                     label="REX" if name == "rex" else name,
                 )
             ax.set_title(formula, fontsize=10)
