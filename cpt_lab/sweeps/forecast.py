@@ -244,14 +244,18 @@ def text(frame: pd.DataFrame) -> str:
     timed, measured = frame[frame.hours.notna()], frame[frame.age.notna()]
     never_measured = (frame.age.isna() & (frame.note == "")).sum()
     if len(timed):
+        missing = int(timed.missing.sum())
+        not_timed = int(frame.missing.sum()) - missing
+        rest = f", without {not_timed:,} that have no times" if not_timed else ""
         lines.append(
-            f"missing runs of {len(timed)} grids one after the other here: {timed.hours.sum():,.1f} hours (training "
-            "steps; evaluation and reading images come on top unless runs of this device are stored)"
+            f"{missing:,} missing runs of {len(timed)} of {len(frame)} grids one after the other here: "
+            f"{timed.hours.sum():,.1f} hours{rest} (training steps; evaluation and reading images come on "
+            "top unless runs of this device are stored)"
         )
     if len(measured):
         lines += [
-            f"disk for {len(measured)} grids: {measured.disk.sum():,.0f} MB; their steps were measured here, the "
-            f"oldest {measured.age.max():.1f} days ago",
+            f"disk for {len(measured)} of {len(frame)} grids: {measured.disk.sum():,.0f} MB; their steps were "
+            f"measured here, the oldest {measured.age.max():.1f} days ago",
             "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid",
         ]
     if never_measured:

@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from helpers import refused, specs_of
@@ -152,7 +153,7 @@ def test_plan_estimates_cost_from_cached_timing(monkeypatch):
     store_first_run(7.0)  # counts more than measured steps
     frame = forecast.plan("digits/mlp6", "smoke")
     assert frame.hours[0] == pytest.approx(11 * 7.0 / 3600)
-    text = "disk for 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days"
+    text = "disk for 1 of 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days"
     assert text in forecast.text(frame)
 
 
@@ -176,7 +177,12 @@ def test_plan_measures_only_on_request(monkeypatch):
     frame = forecast.plan("digits/mlp6", "smoke")
     assert frame.hours.tolist() == [pytest.approx(11 * 7.0 / 3600)]
     text = forecast.text(frame)
-    assert "missing runs of 1 grids one after the other here: 0.0 hours (" in text
+    words = "one after the other here: 0.0 hours"
+    assert f"11 missing runs of 1 of 1 grids {words} (" in text
+    both = pd.concat([frame, frame.assign(hours=math.nan)])
+    both.attrs = frame.attrs
+    words = f"11 missing runs of 1 of 2 grids {words}, without 11 that have no times ("
+    assert words in forecast.text(both)
     assert "MB" not in text
     assert measured == []
 
