@@ -495,7 +495,7 @@ EXERCISES = {
         like(
             _backward_share,
             *[(3, 8), (8, 8), (4, 6)],
-            slips={"this is the share of the forward product": _forward_share},
+            slips={"this is the share of the forward matmul": _forward_share},
         ),
         "three products: one of q by q bits, two of q by q_grad",
     ),

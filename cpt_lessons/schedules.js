@@ -30,7 +30,7 @@ function scheduleMath({ suite, rate, d, maxBits, maxCycles, steps }) {
     });
   }
 
-  // cpt_core/schedules/cost.py: one forward product, q x q, and two backward products, q x gradient bits
+  // cpt_core/schedules/cost.py: one forward matmul, q x q, and two backward matmuls, q x gradient bits
   const products = (q, grade) => ({ forward: q * q, error: q * grade, weight: q * grade });
   const stepCost = (q, grade) => q * q + 2 * q * grade;
   const mean = (bits, f) => bits.reduce((sum, q) => sum + f(q), 0) / bits.length;
