@@ -22,17 +22,41 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+import cpt_core
 from cpt_core.validation import check_choice, suggest_names
 from cpt_extras.optional_libraries import explain_missing_extra
 from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 from cpt_lab.signals import handle_signals, say
 
 app = typer.Typer(
-    help="Cyclic precision training: reproduce the paper's experiments.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def print_version(is_asked: bool) -> None:
+    """Print the versions of the package and of torch, and end."""
+    if is_asked:
+        import torch
+
+        typer.echo(f"cpt {cpt_core.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=print_version,
+            is_eager=True,
+            help="Print the versions of this package and of torch.",
+        ),
+    ] = False,
+) -> None:
+    """Cyclic precision training: reproduce the paper's experiments."""
 
 
 class Many(TyperCommand):

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
+import cpt_core as cpt
 from cpt_extras.optional_libraries import install_hint
 from cpt_lab.analysis import data_reports, precision_search_report, rendering, report
 from cpt_lab.analysis.claims import judge_claims
@@ -111,6 +113,12 @@ def test_range_test_command_names_unusable_file(words, message, command, folder)
     assert status == 2
     assert message in error
     assert "Aborted" not in error
+
+
+def test_version_option_prints_versions(command):
+    status, output, _ = command("--version")
+    assert status == 0
+    assert output.strip() == f"cpt {cpt.__version__}, torch {torch.__version__}"
 
 
 def test_command_names_extra_of_missing_import(command, monkeypatch):

@@ -52,7 +52,12 @@ class Parameter:
             raise ValueError(f"{expected}; got {value!r}{hint}")
         for item in value:
             if not self.accepts(item):
-                raise ValueError(f"{expected}; got {item!r} in {list(value)!r}")
+                hint = ""
+                if isinstance(item, str) and "," in item:
+                    hint = (
+                        "; on the command line several values are separated by blanks"
+                    )
+                raise ValueError(f"{expected}; got {item!r} in {list(value)!r}{hint}")
         return list(value)
 
     def from_words(self, name: str, words: Sequence[str]) -> Any:
