@@ -1,8 +1,10 @@
-"""Run of every notebook at its defaults, saved with its outputs, before a commit: ``python -m book.notebooks``."""
+"""Run of notebooks at their defaults, saved with outputs, before a commit: ``python -m book.notebooks [02 07]``."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
 
 import nbformat
 
@@ -23,13 +25,14 @@ def clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return book
 
 
-def main() -> None:
-    """Run and save every notebook, and print its seconds."""
-    for path in notebooks():
+def main(numbers: Sequence[str]) -> None:
+    """Run and save the notebooks with these numbers, or all without numbers, and print their seconds."""
+    paths = [path for number in numbers for path in notebooks(number)]
+    for path in paths or notebooks():
         start = time.monotonic()
         nbformat.write(clean(jupyter_kernel.execute(path, None, {})), path)
         print(f"{path.name}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Drawings that explain an idea: the slope of a staircase, rounding at random, the three products of a layer."""
+"""Drawings that explain an idea: the slope of a staircase, rounding at random, the three matmuls of a layer."""
 
 from typing import Any
 
@@ -122,10 +122,10 @@ LETTERS = {"inputs": "X", "weights": "W", "output gradients": "E"}
 INK = COLORS["static"]
 
 
-def three_products(q: int, q_grad: int) -> Figure:
-    """Draw the three products of a layer in a training step, with the bits of every operand and what they cost."""
+def three_matmuls(q: int, q_grad: int) -> Figure:
+    """Draw the three matmuls of a layer in a training step, with the bits of every operand and what they cost."""
     bits = {"inputs": q, "weights": q, "output gradients": q_grad}
-    products = (
+    matmuls = (
         ("forward", "inputs", "weights", "outputs", "$Y = X\\,W$"),
         (
             "input gradient",
@@ -142,17 +142,17 @@ def three_products(q: int, q_grad: int) -> Figure:
             "$X^T E$",
         ),
     )
-    costs = [bits[a] * bits[b] for _, a, b, *_ in products]
+    costs = [bits[a] * bits[b] for _, a, b, *_ in matmuls]
     alt = "; ".join(
-        f"{name} product: {a} of {bits[a]} bits times {b} of {bits[b]} bits, cost {cost}, gives {result} in float32"
-        for (name, a, b, result, _), cost in zip(products, costs, strict=True)
+        f"{name} matmul: {a} of {bits[a]} bits times {b} of {bits[b]} bits, cost {cost}, gives {result} in float32"
+        for (name, a, b, result, _), cost in zip(matmuls, costs, strict=True)
     )
     with subplots(1, 3, alt, figsize=(8.4, 3.9)) as (figure, axes):
         for ax, (name, a, b, result, formula), cost in zip(
-            axes[0], products, costs, strict=True
+            axes[0], matmuls, costs, strict=True
         ):
             ax.set(xlim=(0, 10), ylim=(0, 12), xticks=[], yticks=[], frame_on=False)
-            ax.set_title(f"{name} product", fontsize=11)
+            ax.set_title(f"{name} matmul", fontsize=11)
             for x, operand in ((2.4, a), (7.6, b)):
                 color, line, width = OPERANDS[operand]
                 words = f"{operand.replace(' ', chr(10))}\n${LETTERS[operand]}$"
@@ -183,7 +183,7 @@ def three_products(q: int, q_grad: int) -> Figure:
             ax.set_xlabel(f"cost {bits[a]} · {bits[b]} = {cost}", fontsize=10)
         backward = sum(costs[1:]) / sum(costs)
         figure.suptitle(
-            f"The two backward products take {backward:.0%} of the step", fontsize=11
+            f"The two backward matmuls take {backward:.0%} of the step", fontsize=11
         )
         figure.supxlabel(
             f"one step: {' + '.join(map(str, costs))} = {sum(costs)}", fontsize=10

@@ -91,7 +91,7 @@ FIGURES = {
     "number lines": teaching_figures.number_lines,
     "slopes": diagrams.slopes,
     "random rounding": diagrams.random_rounding,
-    "three products": lambda: diagrams.three_products(12, 16),
+    "three matmuls": lambda: diagrams.three_matmuls(12, 16),
     "accuracy by cost": lambda: teaching_figures.by_cost(
         {"static 8": 1.0, "CR": 0.57}, {"static 8": [0.9, 0.92], "CR": [0.91]}
     ),
@@ -155,7 +155,7 @@ CROWDED = (
     "cost and noise",
     "slopes",
     "random rounding",
-    "three products",
+    "three matmuls",
 )
 
 

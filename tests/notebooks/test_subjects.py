@@ -49,7 +49,7 @@ def test_notebook_figures_have_expected_labels():
     words = [text.get_text() for text in language.lstm_step().axes[0].texts]
     assert words.count("q") == 2
     assert {"q(W)", "q(U)", "q(b)"} <= set(words)
-    figure = diagrams.three_products(5, 6)
+    figure = diagrams.three_matmuls(5, 6)
     assert figure.get_supxlabel().endswith(f"= {cost.step_cost(5, 6)}")
     bits = [
         sorted(
