@@ -543,9 +543,9 @@ class PrecisionSearchResult:
             )
             ax.axhline(0, color="#888888", linewidth=0.8)
             for series in (
-                _Series("static", None, "static bits", "o-", "#222222", 5),
+                _Series("static", None, "static bits", "o-", "#222222", "below"),
                 _Series(
-                    "schedule", self.matched_bits, "schedules", "D", "#0072B2", -10
+                    "schedule", self.matched_bits, "schedules", "D", "#0072B2", "above"
                 ),
                 _Series(
                     "gradients",
@@ -553,7 +553,7 @@ class PrecisionSearchResult:
                     f"{self.bits} bits, gradients at …",
                     "s",
                     "#D55E00",
-                    5,
+                    "above",
                 ),
             ):
                 self._draw(ax, series)
@@ -563,7 +563,7 @@ class PrecisionSearchResult:
                 ylabel=f"difference to float32{unit}, bars: 95 %",
             )
             ax.set_title(textwrap.fill(self.headline, 56), fontsize=10, loc="left")
-            ax.margins(x=0.12)
+            ax.margins(x=0.12, y=0.1)
             ax.legend(fontsize=9, loc="lower right")
         return figure
 
@@ -591,8 +591,11 @@ class PrecisionSearchResult:
             linewidth=1,
             label=series.label,
         )
-        for difference, cost, mean in zip(finite, costs, means, strict=True):
+        for i, (difference, cost) in enumerate(zip(finite, costs, strict=True)):
             arm = difference.arm
+            is_above = series.text_place == "above"
+            # schedules of almost one cost stand beside each other
+            x_offset = 14 * i if series.kind == "schedule" else 0
             text_by_kind = {
                 "static": arm.name,
                 "schedule": arm.shape,
@@ -600,9 +603,11 @@ class PrecisionSearchResult:
             }
             ax.annotate(
                 text_by_kind[arm.kind],
-                (cost, mean),
-                (4, series.text_offset),
+                (cost, means[i] + (halfwidths[i] if is_above else -halfwidths[i])),
+                (x_offset, 3 if is_above else -3),
                 textcoords="offset points",
+                ha="center",
+                va="bottom" if is_above else "top",
                 fontsize=9,
                 color=series.color,
             )
@@ -617,7 +622,7 @@ class _Series(NamedTuple):
         label: in the legend.
         fmt: matplotlib's format of the markers.
         color: of markers and texts.
-        text_offset: of the texts above the markers, in points.
+        text_place: of the texts: "below" or "above" the error bars.
     """
 
     kind: str
@@ -625,4 +630,4 @@ class _Series(NamedTuple):
     label: str
     fmt: str
     color: str
-    text_offset: int
+    text_place: str

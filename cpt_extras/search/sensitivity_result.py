@@ -386,7 +386,7 @@ class Sensitivity:
             shares = estimated / estimated.sum() / (uniform / uniform.sum())
             ax.plot(x, shares, "x", color="#0072B2", label="estimated from gradients")
         ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
-        ax.set_ylabel("quality lost per bit removed, relative to the mean", fontsize=8)
+        ax.set_ylabel("quality lost per bit removed,\nrelative to the mean", fontsize=8)
 
     @property
     def _headline(self) -> str:
