@@ -8,7 +8,9 @@ and the gradient is rounded:
     y = f(q(a), q(b))        dy -> q(dy)
 
 The bits, ranges and noise of an operation are those of the layer that holds its *parameter*, whichever module uses the
-weight. An operation of two activations belongs to the innermost running module.
+weight. An operation of two activations belongs to the innermost running module. Of several converted models that run
+inside each other, as a teacher in a student, the innermost one decides: its mode is the last one on torch's stack of
+function modes, and takes those of the others off while it works.
 
 The trade-offs: while the mode is enabled every torch function costs one Python call, also if it is not intercepted; and
 a ``forward`` that is called directly, without its hooks, is intercepted only inside a module that was called.
@@ -24,7 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt_core import extensions
@@ -140,11 +147,13 @@ class RunningModule:
     Attributes:
         module: the module.
         interception: its record.
+        switched_on: whether the module switched the mode on.
         fixed_tensors: of the outermost module, see ``QuantizedOpsMode.fixed_tensors``; None if not collected yet.
     """
 
     module: nn.Module
     interception: Interception
+    switched_on: bool = field(default=False, kw_only=True)
     fixed_tensors: dict[int, Tensor] | None = field(default=None, init=False)
 
 
@@ -180,6 +189,13 @@ class QuantizedOpsMode(TorchFunctionMode):
     ) -> Any:
         """Run one torch function, quantised if it has a handler."""
         kwargs = kwargs or {}
+        # torch has taken this mode off its stack
+        if torch._C._len_torch_function_stack() and has_models_on_stack():
+            if not self.is_inside():
+                return function(*args, **kwargs)
+            return call_without_models(
+                self.__torch_function__, function, types, args, kwargs
+            )
         if self.on_operation is None:
             # most functions take this path
             if function not in OP_HANDLERS and function not in COMPOSITE_OPS:
@@ -276,19 +292,26 @@ class QuantizedOpsMode(TorchFunctionMode):
     # --- stack of running modules ---
 
     def enter(self, module: nn.Module, interception: Interception) -> None:
-        """Push a module on the stack; the first one enables the mode."""
-        self.running.stack.append(RunningModule(module, interception))
-        if len(self.running.stack) == 1:
+        """Push a module on the stack, and enable the mode unless it is the innermost one."""
+        entry = RunningModule(module, interception, switched_on=not self.is_innermost())
+        self.running.stack.append(entry)
+        if entry.switched_on:
             self.__enter__()
 
     def leave(self, module: nn.Module) -> None:
-        """Pop a module off the stack; the first one disables the mode."""
+        """Pop a module off the stack; the one that enabled the mode disables it."""
         stack = self.running.stack
         if not stack or stack[-1].module is not module:
             return  # a hook failed before the module was entered
-        stack.pop()
-        if not stack:
+        if stack.pop().switched_on:
             self.__exit__(None, None, None)
+
+    def is_innermost(self) -> bool:
+        """Return whether the last mode of a converted model on torch's stack is this one."""
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, QuantizedOpsMode):
+                return mode is self
+        return False
 
     def is_inside(self) -> bool:
         """Return whether a module of the model is running."""
@@ -409,6 +432,31 @@ class QuantizedOpsMode(TorchFunctionMode):
         """Return whether a layer quantises any role; RuntimeError if no bits are set."""
         precision.require_bits()
         return precision.active_bits.has_quantized_roles
+
+
+def has_models_on_stack() -> bool:
+    """Return whether modes of converted models are on torch's stack."""
+    modes = _get_current_function_mode_stack()
+    return any(isinstance(mode, QuantizedOpsMode) for mode in modes)
+
+
+def call_without_models(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function while the modes of converted models are off torch's stack; other modes stay on it."""
+    modes = _get_current_function_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, QuantizedOpsMode)]
+    try:
+        _replace_modes(others)
+        return function(*args)
+    finally:
+        _replace_modes(modes)
+
+
+def _replace_modes(modes: list[Any]) -> None:
+    """Make ``modes`` torch's stack of function modes."""
+    while torch._C._len_torch_function_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def run_uncompiled(code: CodeType) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import _pop_mode, _push_mode
 
 from cpt_core import extensions
 from cpt_core.quantization.op_interception import (
@@ -60,7 +60,6 @@ class GuardedModule(RunningModule):
     Attributes:
         frame: of Python, in which the module runs; None in compiled code.
         autograd_state: of torch when the module was entered, see ``_autograd_state``; None in compiled code.
-        switched_on: whether the module switched the mode on.
         checkpoints: in which the module was entered.
         inner_state: of torch when the module last computed in a checkpoint of its own.
         inner_checkpoints: those, and ``checkpoints``.
@@ -69,7 +68,6 @@ class GuardedModule(RunningModule):
 
     frame: Any
     autograd_state: Any
-    switched_on: bool
     checkpoints: tuple[CheckpointedFunction, ...] = ()
     inner_state: Any = None
     inner_checkpoints: tuple[CheckpointedFunction, ...] = ()
@@ -82,7 +80,7 @@ class GuardedMode(QuantizedOpsMode):
     def enter(
         self, module: nn.Module, interception: Interception, frame: Any = None
     ) -> None:
-        """Put a module on the stack, and switch the mode on where it is not.
+        """Put a module on the stack, and switch the mode on where it is not the innermost one.
 
         Args:
             module: that begins to run.
@@ -93,17 +91,24 @@ class GuardedMode(QuantizedOpsMode):
         if "_is_replica" in vars(module):
             interception = _with_own_precision(module, interception)
         if torch.compiler.is_compiling():
-            entry = GuardedModule(module, interception, None, None, not stack)
+            entry = GuardedModule(
+                module, interception, None, None, switched_on=not self.is_innermost()
+            )
         else:
             frame = sys._getframe(2) if frame is None else frame
             self._drop_interrupted(frame)
-            switches_on = self not in _get_current_function_mode_stack()
+            switches_on = not self.is_innermost()
             if not stack and DistributedDataParallel._active_ddp_module is not None:
                 extensions.services("processes").share_ranges_of_active()
             state = _autograd_state()
             checkpoints = self._checkpoints_around(frame, state)
             entry = GuardedModule(
-                module, interception, frame, state, switches_on, checkpoints
+                module,
+                interception,
+                frame,
+                state,
+                checkpoints,
+                switched_on=switches_on,
             )
             if interception.precision is not None:
                 for checkpoint in checkpoints:

@@ -4,6 +4,7 @@ In float32 also under autocast, and with the same noise.
 """
 
 import copy
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -282,6 +283,71 @@ def test_compiled_code_is_quantized_once(part, has_break, backend):
     with torch._dynamo.config.patch(error_on_recompile=is_whole):
         expected = train_root(eager, eager, 8)
         assert identical(train_root(model, run, 8), expected)
+
+
+class Teacher(nn.Module):
+    """A model that runs inside of another one, perhaps with a graph break in its forward."""
+
+    def __init__(self, has_break):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.has_break = has_break
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        if self.has_break:
+            torch._dynamo.graph_break()
+        return self.last(h @ h.mT @ h)
+
+
+class Student(nn.Module):
+    """A model that runs its teacher between operations of its own."""
+
+    def __init__(self, teacher):
+        super().__init__()
+        self.first, self.teachers = nn.Linear(4, 4), [teacher]
+
+    def forward(self, x):
+        h = self.first(x)
+        target = None if self.teachers[0] is None else self.teachers[0](x)
+        return self.first(h @ h.mT @ h), target
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, behind breaks
+@pytest.mark.parametrize("teacher_bits", ["float", 3])
+@pytest.mark.parametrize("has_break", [False, True])
+def test_compiled_student_leaves_teacher_its_bits(has_break, teacher_bits):
+    """Cover a teacher with a layer in float32, and the operations of the student after it, as without a teacher."""
+    torch.manual_seed(0)
+    teacher = quantize_(Teacher(has_break), QuantConfig(float32=("first",)))
+    students = [quantize_(Student(t), NEAREST) for t in (None, teacher, teacher)]
+    weights = students[0].state_dict()
+    for student in students:
+        student.load_state_dict(weights)
+    backend = "eager" if has_break else "aot_eager"
+    compiled = torch.compile(students[1], backend=backend, fullgraph=not has_break)
+    alone = torch.compile(students[0], backend=backend, fullgraph=True)
+    x = torch.randn(3, 4)
+    with ExitStack() as stack:
+        for student in students:
+            stack.enter_context(precision(student, 2, q_grad=8))
+        stack.enter_context(precision(teacher, teacher_bits))
+        expected, no_target = train_student(students[0], alone, x)
+        assert no_target is None
+        for student, run in ((students[1], compiled), (students[2], students[2])):
+            results, target = train_student(student, run, x)
+            assert identical(results, expected)
+            assert torch.equal(target, teacher(x))
+        assert not torch.equal(target, students[0](x)[0])
+
+
+def train_student(student, run, x):
+    y, target = run(x)
+    return [
+        y,
+        *torch.autograd.grad(y.square().sum(), list(student.parameters())),
+    ], target
 
 
 class ViewsAcrossBreak(nn.Module):

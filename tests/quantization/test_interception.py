@@ -4,17 +4,20 @@ Covers parents that use a child's weight, graphs of torch.fx and torch.export, t
 and interrupts.
 """
 
+import contextlib
 import copy
 import gc
 import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import (
     FunctionModule,
+    identical,
     mode_of,
     normal,
     refused,
@@ -25,6 +28,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 from torchvision.models.swin_transformer import (
     PatchMergingV2,
     SwinTransformer,
@@ -640,6 +644,96 @@ def test_interception_of_nested_converted_models():
         assert layers_of(outer, x) == [""]
         assert layers_of(inner, x) == ["first", "last"]
     assert num_modes == [1]
+    assert active_modes() == 0
+
+
+def frozen(teacher, x):
+    with torch.no_grad():
+        return teacher.eval()(x)
+
+
+def failing(error):
+    """Return a way to call a teacher whose second call fails in the middle of its forward."""
+
+    def call(teacher, x):
+        y, teacher.between = teacher(x), raising(error)
+        with contextlib.suppress(error):
+            teacher(x)
+        teacher.between = unchanged
+        return y
+
+    return call
+
+
+def beside_user_mode(teacher, x):
+    with torch.device("cpu"):
+        return teacher(x)
+
+
+TEACHERS = {  # how a student calls a teacher
+    "called": lambda teacher, x: teacher(x),
+    "frozen": frozen,
+    "layer by layer": lambda teacher, x: teacher.last(teacher.first(x)),
+    "fails later": failing(RuntimeError),
+    "interrupted later": failing(KeyboardInterrupt),
+    "recomputed": lambda teacher, x: checkpoint(teacher, x, use_reentrant=False),
+    "recomputed, reentrant": lambda teacher, x: checkpoint(
+        teacher, x, use_reentrant=True
+    ),
+    "beside a mode of the user": beside_user_mode,
+}
+
+
+def squared(model, x):
+    return x @ x.mT @ x
+
+
+@pytest.mark.parametrize("teacher_bits", ["float", 3])
+@pytest.mark.parametrize("name", TEACHERS)
+def test_interception_of_teacher_inside_student(name, teacher_bits):
+    """Cover operations of the student after it, and layers of the teacher in float32 and in the backward pass."""
+    torch.manual_seed(0)
+    nearest = QuantConfig().with_gradient_rounding("nearest")
+    teacher = quantize_(Interruptible(unchanged), replace(nearest, float32=("first",)))
+    student, call, outputs = quantize_(Interruptible(squared)), TEACHERS[name], []
+
+    def between(model, x):
+        outputs.append(call(teacher, x))
+        return squared(model, x)
+
+    def gradients():
+        teacher.zero_grad()
+        if outputs[-1].requires_grad:
+            outputs[-1].sum().backward()
+        return [p.grad for p in teacher.parameters() if p.grad is not None]
+
+    x = normal(3, 4)
+    with precision(teacher, teacher_bits), precision(student, 2):
+        expected = student(x)
+        outputs.append(call(teacher, student.first(x)))
+        expected_gradients = gradients()
+        student.between = between
+        assert torch.equal(student(x), expected)
+        assert identical([outputs[1], *gradients()], [outputs[0], *expected_gradients])
+        # the mode of an interrupted forward stays on until the next one
+        teacher(x)
+    assert active_modes() == 0
+
+
+def test_interception_of_student_layer_inside_teacher():
+    """Cover a layer of the student that its teacher calls: it has the bits of the student."""
+    torch.manual_seed(0)
+    layer = FunctionModule(squared)
+    teacher = quantize_(Interruptible(lambda m, x: layer(x)))
+    student = quantize_(FunctionModule(lambda m, x: teacher(x), inner=layer))
+    x = normal(3, 4)
+    with precision(student, 2):
+        with precision(teacher, "float"):
+            expected = teacher.last(layer(teacher.first(x)))
+            assert torch.equal(student(x), expected)
+            assert torch.equal(teacher(x), expected)
+        with precision(student, "float"), precision(teacher, 3):
+            assert torch.equal(student(x), teacher.last(layer(teacher.first(x))))
     assert active_modes() == 0
 
 
