@@ -78,6 +78,11 @@ class RecurrentCall(NamedTuple):
         """Number of directions."""
         return 2 if self.is_bidirectional else 1
 
+    @property
+    def has_projection(self) -> bool:
+        """Whether the layers project their hidden state."""
+        return self.direction_weights(0)[-1] is not None
+
     def direction_weights(self, index: int) -> list[Any]:
         """Return the weights of one direction of a layer.
 

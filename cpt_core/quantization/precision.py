@@ -648,12 +648,13 @@ def in_float32(
     x: Tensor,
     compute: Callable[..., Any],
     *inputs: Any,
+    cast: Callable[[Any, torch.dtype], Any] | None = None,
 ) -> Any:
     """Return ``compute(*inputs)``, run in float32 where a float module would run in half precision.
 
     That is under autocast, or in a half-precision model: of the 256 values of an 8-bit grid between 10 and 11, bfloat16
     can represent 17. The result is cast to the dtype that the float module would return; the gradient is quantised
-    before it is cast.
+    before it is cast. ``cast(outputs, half dtype)`` does so for functions that return float32 under autocast.
     """
     if precision is None or not precision.active_bits.has_quantized_roles:
         return compute(*inputs)
@@ -670,6 +671,8 @@ def in_float32(
 
     with torch.autocast(device_type, enabled=False):
         outputs = compute(*map(_as_float32, inputs))
+    if cast is not None:
+        return cast(outputs, half_dtype)
     if isinstance(outputs, tuple):
         return tuple(y.to(half_dtype) for y in outputs)
     return outputs.to(half_dtype)

@@ -24,6 +24,7 @@ import inspect
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
@@ -69,7 +70,14 @@ def _recurrence(kind: str, is_cell: bool) -> Any:
 
         precision = mode.running.stack[-1].interception.precision
         with without_modes():
-            return in_float32(precision, tensors[0], run, *tensors)
+            if is_cell:
+                state, has_projection = tensors[1], False
+            else:
+                call = recurrences.RecurrentCall.from_arguments(*tensors)
+                state, has_projection = call.state, call.has_projection
+            state = (state,) if isinstance(state, Tensor) else state
+            cast = partial(recurrences.cast_outputs, kind, state, has_projection)
+            return in_float32(precision, tensors[0], run, *tensors, cast=cast)
 
     return composite
 

@@ -141,7 +141,12 @@ def bilinear(
             "linear_grad",
         )
 
-    return in_float32(layer.precision, first, run, first, second, weight, bias)
+    def cast(y: Tensor, half_dtype: torch.dtype) -> Tensor:
+        # autocast does not change the dtype of this function
+        return y.to(first.dtype)
+
+    operands = first, second, weight, bias
+    return in_float32(layer.precision, first, run, *operands, cast=cast)
 
 
 def _check_no_rotation(layer: Interception, role: str) -> None:

@@ -107,6 +107,35 @@ def run_recurrence(
     return run_layers(call, run_direction)
 
 
+def cast_outputs(
+    kind: str,
+    state: State,
+    has_projection: bool,
+    outputs: Any,
+    half_dtype: torch.dtype,
+) -> Any:
+    """Return the outputs of a recurrent function or cell in the dtypes in which torch returns them.
+
+    On the CPU, autocast reaches only the matmuls of these functions, whose outputs torch then combines with the state.
+
+    Args:
+        kind: key of ``CELL_STEPS``.
+        state: h, or h and c, before the first step.
+        has_projection: whether an LSTM has a projection.
+        outputs: h of a cell; h and c of the cell of an LSTM; hidden states, last h, and last c of an LSTM otherwise.
+        half_dtype: dtype of the matmuls.
+    """
+    state_dtype = half_dtype
+    if state[0].device.type == "cpu" and not kind.startswith("rnn"):
+        state_dtype = torch.promote_types(half_dtype, state[-1].dtype)
+    hidden_dtype = half_dtype if has_projection else state_dtype
+    if isinstance(outputs, Tensor):
+        return outputs.to(hidden_dtype)
+    *hidden, last = outputs
+    last_dtype = state_dtype if kind == "lstm" else hidden_dtype
+    return *(y.to(hidden_dtype) for y in hidden), last.to(last_dtype)
+
+
 # --- the quantised LSTM ---------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,11 @@
 """Half precision, by autocast or by model dtype: operands stay on their quantisation grid."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import OpRecorder
+from helpers import FunctionModule, OpRecorder
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -89,6 +90,44 @@ def test_half_precision_recurrence_has_grids_of_float32(name):
         assert not model.precision.running_masked_input.any()
     for actual, expected in zip(*outputs, strict=True):
         assert torch.equal(actual, expected.bfloat16())
+
+
+AUTOCAST = {  # name -> layer, shape of its input
+    **{
+        name: (make, (3, 8) if "cell" in name else (5, 3, 8))
+        for name, make in RECURRENT.items()
+    },
+    "rnn with relu": (lambda: nn.RNN(8, 6, 2, nonlinearity="relu"), (5, 3, 8)),
+    "gru without batch": (lambda: nn.GRU(8, 6), (5, 8)),
+    "lstm of two directions with a projection": (
+        lambda: nn.LSTM(8, 6, 2, bidirectional=True, proj_size=4),
+        (5, 3, 8),
+    ),
+    "bilinear": (
+        lambda: FunctionModule(lambda m, x: m.layer(x, x), layer=nn.Bilinear(8, 8, 6)),
+        (3, 8),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # of torch
+@pytest.mark.parametrize("name", AUTOCAST)
+@pytest.mark.parametrize("dtype", HALF)
+def test_autocast_dtypes_equal_torch(name, dtype):
+    """Compare with torch on the CPU, which has no LSTM without a projection under autocast on every machine."""
+    make, shape = AUTOCAST[name]
+    model, x, dtypes = make(), torch.randn(shape), []
+    inputs = [x]
+    if len(shape) == 3:
+        inputs.append(nn.utils.rnn.pack_sequence([*x.unbind(1), x[:2, 0]], False))
+    for converts in (False, True):
+        model = quantize_(model) if converts else model
+        for bits in (8, "float") if converts else (None,):
+            with precision(model, bits) if converts else nullcontext():
+                with torch.autocast("cpu", dtype):
+                    leaves = tree_leaves([model(x) for x in inputs])
+            dtypes.append([y.dtype for y in leaves if isinstance(y, torch.Tensor)])
+    assert dtypes[0] == dtypes[1] == dtypes[2]
 
 
 def test_autocast_of_float32_layers_equals_torch():
