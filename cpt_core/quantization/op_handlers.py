@@ -5,7 +5,8 @@ passes its operations to ``mode.run``. The role of an operand follows from what 
 
 - a weight is a parameter, a view of one, or the weight argument of a torch function: one range per output;
 - the other operand of the weight of an ``nn.Linear`` or a convolution is the layer's input: one running range;
-- the other operand of any other weight is an input with one range per vector, or per position of a convolution;
+- the other operand of any other weight is an input with one range per vector, or per position of a convolution; and
+  so is that of such a weight in a tied decoder, which sums over the outputs of the layer;
 - two operands of which neither is a weight are those of attention: one range per token each, see ``run_matmul``; an
   operand whose features are not tracked has one running range.
 
@@ -118,11 +119,35 @@ def weight_op_roles(
     running range, since hidden inputs would change the range of a vector.
     """
     if mode.is_weight(weight):
+        if kind == "linear":
+            return parameter_input_role(mode, layer, weight, -1), "linear_weight"
         return input_role(layer, kind), f"{kind}_weight"
     if layer.kind == kind:
         return f"{kind}_input", "computed_weight"
     has_range = has_role(layer, "masked_input")
     return "masked_input" if has_range else input_role(layer, kind), f"{kind}_weight"
+
+
+def parameter_input_role(
+    mode: QuantizedOpsMode, layer: Interception, weight: Tensor, summed_dim: int
+) -> str:
+    """Return the role of the operand that is multiplied by a parameter, or by a view of one.
+
+    A tied decoder sums over the *outputs* of its encoder, in ``F.linear(h, self.encoder.weight.T)``. Its input is
+    another one than that of the layer, so that it gets a role without the running range.
+    """
+    parameter = weight if weight._base is None else weight._base
+    is_matrix = parameter.dim() == 2 and weight.dim() > 1
+    if layer.kind == "linear" and is_matrix and not is_running(mode, layer):
+        output_stride, input_stride = parameter.stride()
+        if weight.stride(summed_dim) == output_stride != input_stride:
+            return "attention_query"
+    return input_role(layer, "linear")
+
+
+def is_running(mode: QuantizedOpsMode, layer: Interception) -> bool:
+    """Return whether a layer is the innermost running module."""
+    return mode.running.stack[-1].interception.precision is layer.precision
 
 
 def has_role(layer: Interception, role: str) -> bool:
@@ -183,6 +208,10 @@ def run_convolution(
     layer = mode.find_layer(weight)
     roles = weight_op_roles(mode, layer, "conv", weight)
     has_running_range = layer.kind == "conv" or roles[0] == "masked_input"
+    # a tied decoder, whose input is another one than that of the layer
+    is_tied = arrange_weight is not None and not is_running(mode, layer)
+    if layer.kind == "conv" and is_tied:
+        roles, has_running_range = ("attention_query", roles[1]), False
     is_unbatched = input.dim() < weight.dim()
     batch = input.unsqueeze(0) if is_unbatched else input
     if batch.shape[1] == 1 and not has_running_range:
@@ -251,6 +280,7 @@ def run_matmul(
     ``probabilities @ values``. A range over tokens would let masked ones, which are multiplied by 0, change the others.
     """
     is_first_weight, is_second_weight = mode.is_weight(a), mode.is_weight(b)
+    first, second = a, b
     layer = mode.running.stack[-1].interception
     if is_second_weight:
         layer = mode.find_layer(b)
@@ -266,9 +296,11 @@ def run_matmul(
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         operands = a, b, bias
         if is_second_weight or is_first_weight:
-            weight_roles = input_role(layer, "linear"), "linear_weight"
             is_swapped = not is_second_weight
-            if (a if is_swapped else b).dim() > 1:
+            parameter, summed_dim = (first, -1) if is_swapped else (second, -2)
+            if parameter.dim() > 1:
+                role = parameter_input_role(mode, layer, parameter, summed_dim)
+                weight_roles = role, "linear_weight"
                 return _run_weight_matmul(
                     mode, layer, compute, operands, weight_roles, is_swapped
                 )

@@ -24,6 +24,7 @@ from cpt_core.quantization.op_handlers import (
     input_role,
     matmul,
     multiply,
+    parameter_input_role,
     register_handler,
     run_convolution,
     run_matmul,
@@ -308,7 +309,7 @@ def _contract(
         _sums_letter(letters[0], terms, summed_letters, 0),
         _sums_letter(letters[1], terms, summed_letters, 1),
     )
-    roles = None
+    roles = _parameter_roles(mode, layer, weights, terms, (a, b), summed_letters)
     if not any(weights):
         is_scaling |= None in sums and not has_role(layer, "untracked_input")
         # a computed weight may be masked, so that some inputs must not influence an output
@@ -392,6 +393,25 @@ def _layer_of_contraction(
     if weights[1]:
         return mode.find_layer(b)
     return mode.find_layer(a) if weights[0] else mode.running.stack[-1].interception
+
+
+def _parameter_roles(
+    mode: QuantizedOpsMode,
+    layer: Interception,
+    weights: tuple[bool, bool],
+    terms: tuple[str, str],
+    tensors: tuple[Tensor, Tensor],
+    summed_letters: list[str],
+) -> tuple[str, str] | None:
+    """Return the roles of input and weight of an einsum over one dimension of a parameter; None for any other."""
+    if weights not in ((True, False), (False, True)):
+        return None
+    index = weights.index(True)
+    summed_dims = _letter_dims(terms[index], tensors[index], summed_letters)
+    if len(summed_dims) != 1:
+        return None
+    role = parameter_input_role(mode, layer, tensors[index], summed_dims[0])
+    return role, "linear_weight"
 
 
 class _Contraction(NamedTuple):

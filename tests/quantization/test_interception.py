@@ -93,6 +93,62 @@ class WeightUser(nn.Module):
         return F.linear(self.first(x), inner.weight, inner.bias)
 
 
+TIED = {  # how a decoder takes the weight of its encoder
+    "linear": lambda h, w: F.linear(h, w.T),
+    "linear of a slice": lambda h, w: F.linear(h[..., :3], w.t()[:, :3]),
+    "matmul": lambda h, w: h @ w,
+    "transposed matmul": lambda h, w: (w.mT @ h.mT).mT,
+    "addmm": lambda h, w: torch.addmm(w.mean(0), h, w),
+    "einsum": lambda h, w: torch.einsum("bo,oi->bi", h, w),
+    "convolution": lambda h, w: F.conv_transpose1d(h[None], w),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("num_outputs", [4, 6])
+def test_tied_decoder_leaves_range_of_encoder(name, num_outputs):
+    """Cover also a square weight, of which sizes do not tell the sides."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, num_outputs)
+    if name == "convolution":
+        layer = nn.Conv1d(num_outputs, num_outputs, 2)
+    x = torch.rand(num_outputs if name == "convolution" else 5, 4)
+    model = FunctionModule(
+        lambda m, x: TIED[name](9 * m.layer(x), m.layer.weight), layer=layer
+    )
+    exact = model(x)
+    quantize_(model)
+    with precision(model, 8):
+        layer(x)
+        expected = layer.precision.running_input.clone()
+        layer.precision.running_input.zero_()
+        y = model(x)
+        assert torch.equal(layer.precision.running_input, expected)
+        # clipped to the range of the encoder's input it would be several times smaller
+        for actual in (y, model.eval()(x)):
+            assert (actual - exact).norm() < 0.05 * exact.norm()
+
+
+def test_same_operation_shares_range_of_layer():
+    """Cover spellings of what the layer computes, in the forward of its parent."""
+    layer, x, ranges = nn.Linear(4, 4), torch.rand(5, 4), []
+    model = quantize_(FunctionModule(None, layer=layer))
+    for function in (
+        lambda m, x: m.layer(x),
+        lambda m, x: F.linear(x, m.layer.weight[:2]),
+        lambda m, x: x @ m.layer.weight.T,
+        lambda m, x: (m.layer.weight @ x.T).T,
+        lambda m, x: torch.einsum("bi,oi->bo", x, m.layer.weight),
+    ):
+        model.function = function
+        layer.precision.running_input.zero_()
+        with precision(model, 8):
+            model(x)
+        ranges.append(layer.precision.running_input.clone())
+    assert ranges[0].any()
+    assert all(torch.equal(running, ranges[0]) for running in ranges)
+
+
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize(
     ("is_in_list", "name"), [(False, "1.inner"), (True, "1.inner.0")]
