@@ -281,15 +281,15 @@ def _convert(
             precision.name = name
             precision.issued_warnings = mode.issued_warnings
         # a mode that is off between the children of a container would lose marks
-        is_root = module is model and isinstance(module, nn.Sequential)
-        if name in selected or is_root or _may_multiply(module):
+        is_sequential = isinstance(module, nn.Sequential)
+        if name in selected or is_sequential or _may_multiply(module):
             is_paper_attention = (
                 config.attention == "paper" and op_handlers.is_paper_attention(module)
             )
             vars(module)[HOOK] = Interception(
                 mode, name, precision, kind, is_paper_attention
             )
-        if hasattr(module, HOOK) and (is_root or has_own_forward(module)):
+        if hasattr(module, HOOK) and (is_sequential or has_own_forward(module)):
             add_hooks(module)
 
 

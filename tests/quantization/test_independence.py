@@ -250,12 +250,15 @@ BETWEEN = {  # layers between a convolution and an attention
 }
 
 
+@pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize("name", BETWEEN)
-def test_sequential_root_keeps_marks_between_children(name):
+def test_sequential_keeps_marks_between_children(name, is_inner):
+    """Cover an inner one that is called without the model around it."""
     torch.manual_seed(0)
     convolution = nn.Conv1d(FEATURES, FEATURES, 1)
     layers = convolution, *BETWEEN[name](), AttentionOverChannels()
-    model = cpt.quantize_(nn.Sequential(*layers))
+    model = nn.Sequential(*layers)
+    cpt.quantize_(nn.ModuleList([model]) if is_inner else model)
     x = torch.randn(2, FEATURES, TOKENS)
     with cpt.precision(model, 4), torch.no_grad():
         model(x)
