@@ -287,6 +287,10 @@ class LayerPrecision(nn.Module):
         if active.splits_gradient:
             extensions.load("split_gradients").check(self.kind, active.formats, where)
 
+    def quantizes_activations(self, levels: RoleLevels) -> bool:
+        """Return whether activations are quantised at these levels."""
+        return self.grids.resolve(levels, self._roles).activation
+
     def num_steps_for(self, role: str) -> Tensor:
         """Return the tensor of grid steps of an operand's role."""
         return self.weight_num_steps if role in self._weight_roles else self.num_steps

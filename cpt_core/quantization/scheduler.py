@@ -109,7 +109,8 @@ class PrecisionScheduler:
         ValueError: for schedules that do not fit the layers, and for levels that a layer does not support.
 
     Warns:
-        UserWarning: once, if ``step()`` seems not to be called; for a copy of a scheduler that follows an optimizer.
+        UserWarning: once, if ``step()`` seems not to be called; for a copy of a scheduler that follows an optimizer;
+            for ``eval_bits`` that quantise after last steps in float32, which leave running ranges stale.
         QuantizationWarning: once, for a module that was added to the model after ``quantize_`` and is in float32.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
@@ -148,6 +149,7 @@ class PrecisionScheduler:
                 name, self.schedules, "schedule"
             )
         self._apply()
+        self._warn_of_stale_ranges()
         extensions.services("missing_steps").warn_of_missing_steps(self, model)
         self._model = weakref.ref(model)
         self._search_added_modules()
@@ -158,6 +160,38 @@ class PrecisionScheduler:
         distinct_levels = sorted(set(zip(*levels_by_role, strict=True)))
         for layer, levels in itertools.product(layers, distinct_levels):
             layer.check_levels(RoleLevels(*levels))
+
+    def _warn_of_stale_ranges(self) -> None:
+        """Warn if the last steps are in float32, which updates no running range, and evaluation is quantised."""
+        if self.eval_bits == "current":
+            return
+        for pattern, layers in self._groups.items():
+            schedule = self.schedules[pattern].schedule
+            levels_by_role = [q.tolist() for q in schedule.levels(self.q_grad)]
+            all_levels = list(zip(*levels_by_role, strict=True))
+            last_levels = RoleLevels(*all_levels[-1])
+            for layer in layers:
+                eval_levels = resolve_levels(
+                    "eval_bits", self.eval_bits, layer, pattern
+                )
+                if (
+                    layer.ranges()
+                    and layer.quantizes_activations(eval_levels)
+                    and not layer.quantizes_activations(last_levels)
+                    and any(
+                        layer.quantizes_activations(RoleLevels(*levels))
+                        for levels in set(all_levels)
+                    )
+                ):
+                    warnings.warn(
+                        f"layer {layer.name!r} is in float32 in the last step of its schedule, at "
+                        f"{last_levels.activation} bits, and eval_bits={self.eval_bits!r} quantises it: evaluation "
+                        "clips inputs to the running ranges of earlier steps, because steps in float32 update none. "
+                        "End the schedule at 23 bits or fewer, take eval_bits='current', or run some batches in "
+                        "training mode inside cpt.precision(model, 8) before you evaluate",
+                        stacklevel=3,
+                    )
+                    return
 
     @property
     def eval_bits(self) -> EvalBits:

@@ -733,3 +733,27 @@ def test_scheduler_eval_bits_apply_in_eval_mode():
     its_scheduler.eval_bits = 7
     twin.eval()
     assert (levels(twin), levels(model)) == ({(7, 7, 5, 5)}, {(6, 6, 5, 5)})
+
+
+@pytest.mark.parametrize(
+    ("last_bits", "eval_bits", "warns"),
+    [
+        (24, 8, True),
+        (32, 8, True),
+        (23, 8, False),
+        (32, "current", False),
+        (32, "q_max", False),
+        (32, "float", False),
+    ],
+)
+def test_scheduler_warns_of_stale_running_ranges(last_bits, eval_bits, warns):
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    schedule = FunctionSchedule(
+        lambda step: 4 if step < 3 else last_bits, 6, argument="step"
+    )
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        PrecisionScheduler(model, schedule, eval_bits=eval_bits)
+    texts = [str(w.message) for w in caught]
+    assert [text.startswith("layer '0' is in float32") for text in texts] == [
+        True
+    ] * warns
