@@ -147,7 +147,9 @@ def test_operation_in_half_precision(name, dtype):
     for is_half in (False, True):
         with precision(module, 6), torch.autocast("cpu", dtype, enabled=is_half):
             y = module(*inputs)
-        assert y.dtype == (dtype if is_half else torch.float32)
+        # autocast does not change the dtype of a bilinear map
+        is_changed = is_half and not name.startswith("bilinear")
+        assert y.dtype == (dtype if is_changed else torch.float32)
         gradients = torch.autograd.grad(y.float().square().sum(), inputs)
         results.append([y, *gradients])
     for full, half in zip(*results, strict=True):
