@@ -30,6 +30,20 @@ def test_index_shows_committed_figures_before_runs(scale, reason):
         assert section.notes[0] == f"Committed rows: {reason}."
 
 
+def test_index_has_sections_in_order_of_notebooks(monkeypatch):
+    monkeypatch.setattr(report, "_committed_figures", lambda topic: ())
+    numbers = [f"{number:02}" for number in range(19)]
+    sections = report._paper_sections(table([]), "smoke", numbers, has_claims=False)
+    shown = [
+        number
+        for section in sections
+        for number in numbers
+        if f"Notebook {number} explains it" in section.notes[0]
+    ]
+    assert shown == sorted(shown)
+    assert {"03", "04", "05", "06", "07"} <= set(shown)
+
+
 @pytest.mark.parametrize(
     ("dataset", "shown"), [("", ["03"]), ("digits", ["03"]), ("my-pictures/", [])]
 )
