@@ -18,6 +18,7 @@ from book import figures, results
 from cpt_core.models.lstm_lm import LanguageModel
 from cpt_lab.analysis import (
     claims,
+    deficit_dates,
     figure_data,
     paper_numbers,
     preregistered,
@@ -369,6 +370,10 @@ def effects_in_notebooks():
         find("H12", by_decay.format(task)) for task in ("digits", "Facebook GCN")
     )
     page = "notebooks/07_critical_periods.ipynb"
+    dates = deficit_dates.outcome(run_table.committed("h3"))
+    by_rates = deficit_dates.difference_table(dates).set_index("learning rates")
+    loss = float(by_rates.loc["step minus constant"].iloc[0].split()[0])
+    yield page, f"costs {loss:.1f} points more with step decay than at a constant"
     interval = f"{graph.mean:.2f} [{graph.low:.2f}, {graph.high:.2f}]"
     yield page, f"by {size_with_interval(digits)} on digits and {interval} on the graph"
     points = select("H12", early.replace(".*", "digits")).sizes()
