@@ -348,6 +348,12 @@ def test_try_command_prints_reason_of_failed_training(command, monkeypatch):
     assert f"a training failed: {reason}" in error
 
 
+def test_try_recipe_refuses_format_ladder():
+    mx = replace(recipe("smoke"), ladder="recipe mxfp8")
+    with pytest.raises(ValueError, match="must be 'affine', got 'recipe mxfp8'"):
+        precision_search_report.try_recipe(mx, "smoke", None, at_once=1)
+
+
 def test_try_folders_are_visible_and_separate(folder):
     """Give every data set a visible folder of its own, also where names differ in replaced characters alone."""
     datasets = "a-b/ a/b/ ./<img src=x onerror=alert(1)>/ ../../mine/ .hidden/"

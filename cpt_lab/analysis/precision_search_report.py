@@ -117,8 +117,13 @@ def try_recipe(
         note: a sentence about the model, with which the page begins.
 
     Raises:
+        ValueError: for a recipe with a format ladder: the search compares bits of the paper's grids.
         RuntimeError: when a run fails, with the reason and the path of the logs.
     """
+    if recipe.ladder != "affine":
+        raise ValueError(
+            f"the search compares bits of the paper's grids; recipe.ladder must be 'affine', got {recipe.ladder!r}"
+        )
     store = _folder(recipe, scale) / "rows.jsonl"
     unit, title, metric_name = "", "", ""
     search_rows: list[ResultRow] = []
