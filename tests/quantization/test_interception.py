@@ -43,7 +43,7 @@ from cpt_core.quantization.convert import (
     quantize_,
     restore_,
 )
-from cpt_core.quantization.op_interception import QuantizedOpsMode
+from cpt_core.quantization.op_interception import HOOK, QuantizedOpsMode
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_extras.formats.tensor_rounding import quantize
@@ -91,6 +91,24 @@ class WeightUser(nn.Module):
     def forward(self, x):
         inner = self.inner[0] if self.is_in_list else self.inner
         return F.linear(self.first(x), inner.weight, inner.bias)
+
+
+def test_model_has_one_mode_on_stack_of_torch():
+    """Enable the mode once, so that no function is intercepted twice."""
+    counts = []
+
+    def count(m, x):
+        counts.append(
+            _get_current_function_mode_stack().count(vars(m.layer)[HOOK].mode)
+        )
+        return m.layer(x)
+
+    inner = FunctionModule(count, layer=nn.Linear(4, 4))
+    outer = FunctionModule(lambda m, x: m.inner(m.first(x)), first=nn.Linear(4, 4))
+    outer.inner = inner
+    with precision(quantize_(outer), 4):
+        outer(torch.rand(2, 4))
+    assert counts == [1]
 
 
 TIED = {  # how a decoder takes the weight of its encoder
