@@ -69,13 +69,16 @@ def test_example_study_resumes_after_interruption(
     monkeypatch.chdir(folder)
     script, store = folder / "study.py", folder / "study.jsonl"
     text = script.read_text()
-    script.write_text(text.replace("STORE = 400", "STORE = 40"))
+    script.write_text(text.replace("STORE = 400", "STORE = 4"))
 
     def study(seeds):
         monkeypatch.setattr(sys, "argv", ["study.py", str(seeds)])
         runpy.run_path("study.py", run_name="__main__")
         return capsys.readouterr().out.splitlines()
 
+    refused("windows, at most one a step", study, 3)
+    assert not store.exists()  # so that the settings may be corrected
+    script.write_text(text.replace("STORE = 400", "STORE = 40"))
     lines = study(3)
     rows = store.read_text().splitlines()
     is_static = [line.startswith("static") for line in lines[2:-1]]

@@ -88,9 +88,7 @@ def stored_results():
     results = {}
     if STORE.exists():
         results = dict(map(json.loads, STORE.read_text().splitlines()))
-    if not results:
-        store_result(results, "code", code_digest())
-    if results.get("code") != code_digest():
+    if results and results.get("code") != code_digest():
         raise ValueError(
             f"{STORE} has the results of another build, quality or setting: rename or remove it to train again"
         )
@@ -98,10 +96,11 @@ def stored_results():
 
 
 def store_result(results, name, value):
-    """Store a result at once, so that what was stopped goes on."""
-    results[name] = value
+    """Store a result at once, so that what was stopped goes on; before the first one the digest of the code."""
+    new = {name: value} if results else {"code": code_digest(), name: value}
+    results.update(new)
     with STORE.open("a") as file:
-        file.write(json.dumps([name, value]) + "\n")
+        file.writelines(json.dumps(item) + "\n" for item in new.items())
 
 
 def study(seeds):
